@@ -28,6 +28,8 @@ from rlhf.contract import CHANNEL_OPTIONS, SERVICES
 from rlhf.v1 import actor_pb2, common_pb2, worker_pb2
 
 TIMEOUT_S = 300.0
+ADVERTS = {"tcp": bytes(18)}
+"""As many bytes as a rank has."""
 SYNCHRONIZE, DISPATCH = SERVICES["worker"]["Synchronize"], SERVICES["worker"]["Dispatch"]
 
 
@@ -65,7 +67,7 @@ def trained_rows(rows: int, mesh: tuple[int, int, int], ranks_per_host: int) -> 
         for holder, part in enumerate(np.array_split(of_rows.astype(np.int64), holders)):
             rank = holder * (size // holders)
             host = f"actor host {rank // ranks_per_host}"
-            endpoint = Endpoint(f"10.0.0.{rank}:7000", host, "", 1, "actor", rank, "", 1, "0" * 32)
+            endpoint = Endpoint(f"10.0.0.{rank}:7000", host, 1, "actor", rank, ADVERTS)
             shard = Shard(endpoint, number + 1, 64, int(part.sum()) * item)
             pieces.append(RemoteColumn.of_shard(dtype, (), part, shard))
         columns[name] = concat_columns(pieces)

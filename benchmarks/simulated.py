@@ -32,6 +32,8 @@ EPOCH = 1
 RANKS_PER_SERVER = 64
 """A gRPC server drops calls at random while 1,000 of them wait for their handlers."""
 WORKER, PUT = SERVICES["worker"], SERVICES["transfer"]["Put"]
+ADVERTS = {"tcp": bytes(18)}
+"""As many bytes as a rank has."""
 HOLDER = Endpoint("127.0.0.1:1", epoch=EPOCH)
 
 
@@ -109,8 +111,7 @@ class SimulatedService:
                 epoch=EPOCH,
                 service=self._role,
                 rank=rank,
-                data_port=1,
-                data_key="0" * 32,
+                adverts=ADVERTS,
             )
             position = worker_pb2.MeshPosition(pipeline=stage, tensor=tensor, data=data)
             ranks.append(worker_pb2.RankInfo(endpoint=endpoint, position=position, device="cpu", pid=rank))

@@ -70,7 +70,7 @@ def main(
     with_verl = all(importlib.util.find_spec(name) for name in ("ray", "verl", "tensordict"))
     if ranks and not with_verl:
         click.echo("verl over Ray is left out: ray, verl and tensordict are not all installed")
-    no_cuda_ipc = CudaIpcTransport.unavailable()
+    no_cuda_ipc = CudaIpcTransport().unavailable()
     if devices and no_cuda_ipc:
         click.echo(f"cuda_ipc is left out: {no_cuda_ipc}")
     try:

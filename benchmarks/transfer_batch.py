@@ -26,7 +26,7 @@ from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.protocols import get_protocol
 from nccl_transfer.refs.wire import from_proto, to_proto
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.rows import FetchedRows
 from nccl_transfer.transports import host_id
 from rlhf.contract import CHANNEL_OPTIONS
@@ -71,7 +71,7 @@ class Reader:
     """
 
     def __init__(self, writable: bool) -> None:
-        self.fetcher = Fetcher(host_id(), create_transports(["memfd"]))
+        self.fetcher = Fetcher(host_id(), create_readers(["memfd"]))
         self.writable = writable
 
     async def take(self, requests: Any, context: Any) -> None:

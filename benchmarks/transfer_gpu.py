@@ -26,13 +26,13 @@ from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.plans import needed
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire import from_proto, to_proto
+from nccl_transfer.sources import Sources
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.testing.serving import add_transfer_service
+from nccl_transfer.testing.serving import add_handlers
 from nccl_transfer.transports import host_id
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.gpu.cuda_ipc_source import SLOT_BYTES, SLOTS
 from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer
-from nccl_transfer.transports.gpu.sources import DeviceSources
-from nccl_transfer.transports.gpu.staging import SLOT_BYTES, SLOTS
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.v1 import common_pb2
 
@@ -44,7 +44,7 @@ class DeviceTransfer:
     """Medians over rounds, in seconds, of moving a column into the reader's device memory.
 
     Attributes:
-        receive_s: `CudaIpcTransport.receive`, all of it, until the GPU has done it.
+        receive_s: `CudaIpcReader.receive`, all of it, until the GPU has done it.
         staging_s: Only host to device, slot by slot, in the source.
         slots_s: Only device to device, out of two slots that the source lends, in the reader.
         allocation_s: Only the memory that the bytes go to.
@@ -81,7 +81,7 @@ class Lender:
 
     def __init__(self, cuda: Cuda, arena_bytes: int, slot_bytes: int) -> None:
         self.store = TensorStore(arena_bytes)
-        self.sources = DeviceSources(self.store, cuda, None, slot_bytes)
+        self.sources = Sources(self.store, "127.0.0.1", [CudaIpcTransport(cuda, slot_bytes)])
         self._cuda = cuda
         self._slot_bytes = slot_bytes
         self._slots = DeviceBuffer(cuda, SLOTS * slot_bytes)
@@ -125,11 +125,11 @@ def run_lender(make_cuda: Callable[[], Cuda], slot_bytes: int, arena_bytes: int,
     """Body of a process: a lender behind a gRPC server, which answers requests until the pipe closes."""
 
     async def serve() -> None:
-        lender = Lender(cuda := make_cuda(), arena_bytes, slot_bytes)
+        lender = Lender(make_cuda(), arena_bytes, slot_bytes)
         server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
-        add_transfer_service(server, lender.sources.handlers())
+        add_handlers(server, lender.sources.handlers(), lender.sources.services())
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        lender.store.endpoint = Endpoint(address, host_id(), "", 1, "lender", 0, device_uuid=cuda.uuid)
+        lender.store.endpoint = Endpoint(address, host_id(), 1, "lender", adverts=lender.sources.adverts())
         await server.start()
         with contextlib.suppress(EOFError):
             while True:
@@ -164,7 +164,7 @@ def measure_cuda_ipc(
 def _measure(cuda: Cuda, lender: Connection, nbytes: int, rounds: int, slot_bytes: int) -> DeviceTransfer:
     batch = from_proto(common_pb2.Batch.FromString(ask(lender, "put", nbytes)))
     ((source, ranges),) = needed(batch).items()
-    transport = CudaIpcTransport(cuda)
+    transport = CudaIpcTransport(cuda).reader()
     source_buffer, target = DeviceBuffer(cuda, nbytes), DeviceBuffer(cuda, nbytes)
     lent = cuda.open(ask(lender, "share"))
 

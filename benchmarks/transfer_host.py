@@ -20,11 +20,12 @@ from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire import from_proto, to_proto
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers, served_transports
 from nccl_transfer.rows import FetchedRows
+from nccl_transfer.sources import Sources
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.store.tensors import to_numpy_carrier
-from nccl_transfer.transports import ArenaServer, ByteServer, host_id
+from nccl_transfer.transports import host_id
 from rlhf.v1 import common_pb2
 
 HAND_OFF_PARTS = ("put", "plan", "attach", "first touch", "writable attach", "writable first touch", "memcpy")
@@ -84,17 +85,9 @@ class Producer:
 
     def __init__(self, arena_bytes: int) -> None:
         self.store = TensorStore(arena_bytes)
-        self.arena_server = ArenaServer(self.store)
-        self.byte_server = ByteServer(self.store, "127.0.0.1")
+        self.sources = Sources(self.store, "127.0.0.1", served_transports())
         self.store.endpoint = Endpoint(
-            "127.0.0.1:0",
-            host_id(),
-            self.arena_server.name,
-            1,
-            "producer",
-            0,
-            data_port=self.byte_server.port,
-            data_key=self.byte_server.key,
+            "127.0.0.1:0", host_id(), 1, "producer", adverts=self.sources.adverts()
         )
         self.steps = 0
         self.tensor = torch.empty(0)
@@ -136,8 +129,7 @@ class Producer:
         return to_proto(Batch(SEQUENCES, columns)).SerializeToString()
 
     def close(self) -> None:
-        self.byte_server.close()
-        self.arena_server.close()
+        self.sources.close()
         self.store.close()
 
 
@@ -165,7 +157,7 @@ def run_socket(nbytes: int, parent: Connection) -> None:
 def measure_hand_off(producer: Connection, nbytes: int, rounds: int) -> HandOff:
     """From the tensor in the producer to every page read here."""
     ask(producer, "make", nbytes)
-    fetcher = Fetcher(host_id(), create_transports(["memfd"]))
+    fetcher = Fetcher(host_id(), create_readers(["memfd"]))
     taken: dict[str, list[float]] = {name: [] for name in HAND_OFF_PARTS}
     for number in range(rounds + 1):
         put_s, encode_s, message = ask(producer, "put")
@@ -212,7 +204,7 @@ def measure_stream(producer: Connection, nbytes: int, rounds: int) -> Stream:
     ask(producer, "make", nbytes)
     _, _, message = ask(producer, "put")
     batch = from_proto(common_pb2.Batch.FromString(message))
-    fetcher = Fetcher(host_id(), create_transports(["tcp"]))
+    fetcher = Fetcher(host_id(), create_readers(["tcp"]))
     with (
         process(run_socket, nbytes) as sender,
         socket.create_connection(("127.0.0.1", receive(sender)), TIMEOUT_S) as connection,

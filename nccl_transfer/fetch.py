@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
@@ -14,11 +14,12 @@ from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.plans import Ranges, Relay, needed
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.registry import memory_reader
 from nccl_transfer.relay import RelayBoard, RelayRequest, RelayTaker
 from nccl_transfer.rows import FetchedRows, ReadRanges, assemble
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.transports import Reading, Traffic, Transport
-from nccl_transfer.transports.base import read_in_place
+from nccl_transfer.transports import Reader, Reading, Traffic
+from nccl_transfer.transports.common import read_in_place
 from nccl_transfer.verification import ChecksumVerifier
 from rlhf.errors import TransferError
 
@@ -32,8 +33,8 @@ class Fetcher:
 
     Args:
         host_id: Id of this process's host, from `transports.host_id()`.
-        transports: Transports in order of preference; each rank is read by the first that reaches it. `close` closes
-            them.
+        readers: Readers of transports in order of preference; each rank is read by the first that reaches it. `close`
+            closes them.
         store: This rank's own store, whose shards are read in place. Default: none; the process is a client only.
         max_sources: Maximum number of ranks that are read from in parallel.
     """
@@ -41,15 +42,15 @@ class Fetcher:
     def __init__(
         self,
         host_id: str,
-        transports: Sequence[Transport],
+        readers: Sequence[Reader],
         store: TensorStore | None = None,
         max_sources: int = 16,
     ) -> None:
         self._host_id = host_id
-        self._transports = tuple(transports)
+        self._readers = tuple(readers)
         self._store = store
         self._board = RelayBoard(store) if store is not None else None
-        self._taker = RelayTaker()
+        self._taker = RelayTaker(memory_reader())
         self._pool = ThreadPoolExecutor(max_sources, thread_name_prefix="fetch")
         self._traffic: dict[str, Traffic] = {}
         self._verifier = ChecksumVerifier(store)
@@ -93,6 +94,19 @@ class Fetcher:
             raise
         return replace(assemble(batch, read, self._own, writable), traffic=traffic)
 
+    def check_adverts(self, adverts: Mapping[str, bytes]) -> None:
+        """Checks the adverts of an endpoint that a client has passed on; those that no reader here uses are ignored.
+
+        Raises:
+            ValueError: An advert is none that its transport has; the text names the transport and says why.
+        """
+        for reader in self._readers:
+            if reader.name in adverts:
+                try:
+                    reader.check_advert(adverts[reader.name])
+                except ValueError as error:
+                    raise ValueError(f"transport {reader.name}: {error}") from None
+
     @property
     def relays(self) -> RelayBoard:
         """Board of the shards that this rank has read for other ranks of its host. Requires a store."""
@@ -106,9 +120,9 @@ class Fetcher:
             return dict(self._traffic)
 
     def close(self) -> None:
-        """Closes the transports and cancels reads that have not begun. Rows that were fetched stay valid."""
-        for transport in self._transports:
-            transport.close()
+        """Closes the readers and cancels reads that have not begun. Rows that were fetched stay valid."""
+        for reader in self._readers:
+            reader.close()
         self._taker.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -173,10 +187,10 @@ class Fetcher:
     ) -> Reading:
         if self._store is not None and source == self._store.endpoint:
             return read_in_place(self._store.reader, ranges)
-        transport = self._transport_to(source)
+        reader = self._reader_of(source)
         start = time.perf_counter()
-        reading = transport.read(source, ranges, deadline)
-        self._count(transport.name, ranges, start, traffic)
+        reading = reader.read(source, ranges, deadline)
+        self._count(reader.name, ranges, start, traffic)
         if keep is not None:
             self.relays.keep(keep, ranges, reading.views, relay_request)
         return reading
@@ -199,14 +213,14 @@ class Fetcher:
         for relay in relay_request.kept_by(self._own).values():
             self.relays.fail(relay, error, relay_request.call_id)
 
-    def _transport_to(self, source: Endpoint) -> Transport:
-        """Returns the first transport that reaches the source. Raises TransferError with all reasons if none does."""
+    def _reader_of(self, source: Endpoint) -> Reader:
+        """Returns the first reader that reaches the source. Raises TransferError with all reasons if none does."""
         reasons = []
-        for transport in self._transports:
-            reason = transport.why_not(source, self._host_id)
+        for reader in self._readers:
+            reason = reader.why_not(source, self._host_id)
             if reason is None:
-                return transport
-            reasons.append(f"{transport.name}: {reason}")
+                return reader
+            reasons.append(f"{reader.name}: {reason}")
         raise TransferError(f"no transport reaches {source} ({'; '.join(reasons)})")
 
     def _count(

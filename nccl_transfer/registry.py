@@ -1,108 +1,131 @@
-"""Registry of transports by name: built-in ones and those of installed packages."""
+"""Transports by name: built-in ones, those of installed packages, and objects named as "module:object"."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Mapping, Sequence
 
-from nccl_transfer.transports.base import Transport
+from nccl_transfer.transports.base import HOST_TO_HOST, Reader, Transport
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 from nccl_transfer.transports.gpu.nccl import NcclTransport
 from nccl_transfer.transports.grpc_stream import GrpcTransport
 from nccl_transfer.transports.memfd import MemfdTransport
 from nccl_transfer.transports.tcp import TcpTransport
 from rlhf.errors import ConfigError
+from rlhf.plugins import PluginError, find_plugin, plugin_names
 from rlhf.security import current
 
-ENTRY_POINTS = "rlhf_cluster.transports"
-"""Entry-point group in which installed packages declare transports, as NAME = "module:TransportClass"."""
+GROUP = "rlhf_cluster.transports"
+"""Entry-point group in which installed packages declare transports, as NAME = "module:object" of a `Transport`."""
 
-PLAIN = (NcclTransport.name,)
-"""Transports that move rows in plaintext also where this process has certificates; see `is_allowed`."""
-
-_registry: dict[str, type[Transport]] = {}
-_broken: dict[str, str] = {}
-
-
-def register_transport(transport: type[Transport]) -> None:
-    """Registers a transport class under its `name`.
-
-    Raises:
-        ConfigError: A transport of this name is registered already.
-    """
-    if transport.name in _registry:
-        raise ConfigError(f"a transport named {transport.name!r} exists already")
-    _registry[transport.name] = transport
-
-
-for _transport in (MemfdTransport, CudaIpcTransport, NcclTransport, TcpTransport, GrpcTransport):
-    register_transport(_transport)
+MEMORY = MemfdTransport()
+FIRST: Mapping[str, Transport] = {
+    transport.name: transport for transport in (MEMORY, CudaIpcTransport(), NcclTransport())
+}
+LAST: Mapping[str, Transport] = {transport.name: transport for transport in (TcpTransport(), GrpcTransport())}
+"""Transports that reach every rank, and so are preferred to none."""
+BUILT_IN = {**FIRST, **LAST}
 
 
 def names() -> list[str]:
-    """Returns the names of all known transports, unavailable ones included, in order of preference: in order
-    of registration, but tcp and grpc, which reach every rank, last."""
-    _load_plug_ins()
-    last = (TcpTransport.name, GrpcTransport.name)
-    return sorted({**_registry, **_broken}, key=lambda name: last.index(name) if name in last else -1)
+    """Returns the names of all known transports, unavailable ones included, in order of preference: those of packages
+    before those that reach every rank."""
+    plug_ins = [name for name in plugin_names(GROUP) if name not in BUILT_IN]
+    return [*FIRST, *plug_ins, *LAST]
+
+
+@functools.cache
+def find_transport(name: str) -> Transport:
+    """Returns a transport.
+
+    Args:
+        name: Name of a built-in transport or of an entry point, or "module:object".
+
+    Raises:
+        PluginError: There is no such transport (the message lists the known names), or it cannot be imported, is no
+            Transport, or has a name other than that of its entry point or that of another transport.
+    """
+    transport = find_plugin(GROUP, name, Transport, BUILT_IN)  # pyright: ignore[reportAbstractUsage]
+    if ":" not in name and transport.name != name:
+        raise PluginError(
+            f"entry point {name!r} of {GROUP} declares a transport of another name, {transport.name!r}"
+        )
+    if BUILT_IN.get(transport.name, transport) is not transport:
+        raise PluginError(f"{name!r} has the name of a transport of this project, {transport.name!r}")
+    return transport
 
 
 def unavailable() -> dict[str, str]:
     """Returns the transports that this process cannot use, as a dict from name to the reason."""
-    reasons = {}
-    for name in names():
-        reason = _broken[name] if name in _broken else _registry[name].unavailable()
-        if reason is not None:
-            reasons[name] = reason
-    return reasons
+    return {name: reason for name in names() if (reason := _why_unavailable(name)) is not None}
 
 
 def available() -> list[str]:
     """Returns the names of the transports that this process can use, in order of preference."""
-    reasons = unavailable()
-    return [name for name in names() if name not in reasons]
+    return [name for name in names() if _why_unavailable(name) is None]
 
 
-def is_allowed(name: str, wanted: Sequence[str]) -> bool:
-    """Whether rows may be read and sent by a transport: by those of PLAIN, where this process has certificates, only if
-    `wanted`, the transports that are configured by name, contains it."""
-    return name in wanted or name not in PLAIN or current().certificates is None
+def is_allowed(transport: Transport, wanted: Sequence[Transport]) -> bool:
+    """Whether rows may be read and given out by a transport: where this process has certificates, only if it is secure
+    or among `wanted`, the transports that are configured by name."""
+    return transport.is_secure or transport in wanted or current().certificates is None
 
 
-def create_transports(wanted: Sequence[str] = ()) -> list[Transport]:
-    """Creates the named transports, in the order given. Default: all that are available and allowed, in order of
+def find_transports(wanted: Sequence[str] = ()) -> list[Transport]:
+    """Returns the named transports, in the order given. Default: all that are available and allowed, in order of
     preference.
 
     Raises:
         ConfigError: A name is unknown (the message lists the known names), or a transport is not available (the
             message gives the reason).
     """
-    reasons = unavailable()
+    chosen = []
     for name in wanted:
-        if name not in names():
-            raise ConfigError(f"unknown transport {name!r}; known: {', '.join(names())}")
-        if name in reasons:
-            raise ConfigError(f"transport {name!r} is not available: {reasons[name]}")
-    chosen = wanted or [name for name in available() if is_allowed(name, wanted)]
-    return [_registry[name]() for name in chosen]
+        try:
+            transport = find_transport(name)
+        except PluginError as error:
+            raise PluginError(f"transport {error}") from error
+        if reason := transport.unavailable():
+            raise ConfigError(f"transport {name!r} is not available: {reason}")
+        chosen.append(transport)
+    return chosen or [each for each in map(find_transport, available()) if is_allowed(each, ())]
+
+
+def served_transports(wanted: Sequence[str] = ()) -> list[Transport]:
+    """Returns the transports by which a rank gives out its rows: all that are available and allowed, and those of
+    `wanted`, the names of the configuration. Raises as `find_transports`."""
+    named = find_transports(wanted) if wanted else []
+    every = [each for each in map(find_transport, available()) if is_allowed(each, named)]
+    return [*every, *(transport for transport in named if transport not in every)]
+
+
+def create_readers(wanted: Sequence[str] = ()) -> list[Reader]:
+    """Creates the readers of `find_transports(wanted)`, which read from host memory into host memory.
+
+    Raises:
+        ConfigError: A named transport does not cover this way, or `find_transports` raised it.
+    """
+    found = find_transports(wanted)
+    for transport in found if wanted else ():
+        if HOST_TO_HOST not in transport.routes:
+            raise ConfigError(f"transport {transport.name!r} has no route from host memory to host memory")
+    return [transport.reader() for transport in found if HOST_TO_HOST in transport.routes]
+
+
+def memory_reader() -> Reader:
+    """Creates a reader that maps memory of other ranks of this host, which relays need."""
+    return MEMORY.reader()
+
+
+def _why_unavailable(name: str) -> str | None:
+    return _cause_of_absence(name) or find_transport(name).unavailable()
 
 
 @functools.cache
-def _load_plug_ins() -> None:
-    for entry_point in entry_points(group=ENTRY_POINTS):
-        _load(entry_point)
-
-
-def _load(entry_point: EntryPoint) -> None:
-    """Registers the transport of an entry point. Raises nothing: if it cannot be loaded, `unavailable` gives the
-    cause."""
+def _cause_of_absence(name: str) -> str | None:
+    """Returns the reason why a transport cannot be found, or None if it can."""
     try:
-        transport = entry_point.load()
-        if not (isinstance(transport, type) and issubclass(transport, Transport)):
-            raise TypeError("it is no subclass of Transport")
-        if transport.name != entry_point.name:
-            raise TypeError(f"it calls itself {transport.name!r}")
-        register_transport(transport)
-    except Exception as error:  # noqa: BLE001 - becomes the reason
-        _broken[entry_point.name] = f"{entry_point.value}: {type(error).__name__}: {error}"
+        find_transport(name)
+    except PluginError as error:
+        return str(error)
+    return None

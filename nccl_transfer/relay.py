@@ -19,9 +19,8 @@ from nccl_transfer.refs.plans import Relay
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.transports import MemfdTransport, Reading
-from nccl_transfer.transports.base import check_epoch, remaining_s
-from nccl_transfer.transports.grpc_stream import stream_channel
+from nccl_transfer.transports import Reader, Reading
+from nccl_transfer.transports.common import check_epoch, remaining_s, stream_channel
 from rlhf.errors import DeadlineExceeded, OutOfSpace, TransferError, drop_frames, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
@@ -190,13 +189,14 @@ class RelayTaker:
     """Takes bytes that other ranks of this host have read. Thread-safe.
 
     Args:
+        memory: Reads memory of the other ranks; closed by `close`.
         channel: Opens a channel to an address; called once per address.
     """
 
-    def __init__(self, channel: Callable[[str], grpc.Channel] = stream_channel) -> None:
+    def __init__(self, memory: Reader, channel: Callable[[str], grpc.Channel] = stream_channel) -> None:
         self._open = channel
         self._channels: dict[str, grpc.Channel] = {}
-        self._memory = MemfdTransport()
+        self._memory = memory
         self._lock = threading.Lock()
 
     def take(self, relay: Relay, ranges: Sequence[ByteRange], call_id: str, deadline: float) -> Reading:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+
+import grpc
 
 from nccl_transfer.refs.checksums import first_mismatch
 from nccl_transfer.refs.plans import Ranges
@@ -10,8 +13,13 @@ from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.rows import ReadRanges
 from nccl_transfer.store.arena import CORRUPT
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.grpc_stream import mark_corrupt
-from rlhf.errors import TransferError
+from nccl_transfer.transports.common import stream_channel
+from rlhf.errors import TransferError, from_rpc_error
+from rlhf.v1 import transfer_pb2 as pb
+from rlhf.v1 import transfer_pb2_grpc as pb_grpc
+
+MARK_CORRUPT_S = 2.0
+"""Timeout of a MarkCorrupt call in seconds."""
 
 
 class ChecksumVerifier:
@@ -61,3 +69,14 @@ class ChecksumVerifier:
             self._store.mark_corrupt(shard.id)
         else:
             mark_corrupt(shard, reason)
+
+
+def mark_corrupt(shard: Shard, reason: str) -> None:
+    """Reports a corrupt shard to the rank that holds it, and waits for its response, at most MARK_CORRUPT_S seconds.
+    Logs a failure of the call instead of raising it: the caller also remembers the shard itself."""
+    with stream_channel(shard.endpoint.address) as channel:
+        request = pb.MarkCorruptRequest(epoch=shard.endpoint.epoch, shard=shard.id, reason=reason)
+        try:
+            pb_grpc.TransferServiceStub(channel).MarkCorrupt(request, timeout=MARK_CORRUPT_S)
+        except grpc.RpcError as error:
+            logging.warning("%s", from_rpc_error(error, f"{shard.endpoint}: marking shard {shard.id} bad"))

@@ -46,8 +46,8 @@ class ServiceTable(Strict):
     """Adds xxh3 checksums to the references to this service's rows, which readers verify, over any transport. Costs
     one pass over the bytes on each side."""
     transports: tuple[str, ...] = ()
-    """Names of the transports that this service reads rows of other ranks with, in order of preference. Empty: all
-    that are available."""
+    """Names of the transports that this service reads rows of other ranks with, in order of preference; one of another
+    package may be given as `module:object`. Empty: all that are available."""
     startup_timeout_s: float = Field(default=120.0, gt=0)
     """Timeout, in seconds, from the launch of the service until it is healthy."""
     stuck_timeout_s: float = Field(default=60.0, gt=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Set
@@ -265,6 +266,24 @@ def test_an_import_inside_a_function_has_its_reason_beside_it() -> None:
         for line, target in module.inner:
             if "#" not in lines[line - 1] and not lines[line - 2].strip().startswith("#"):
                 wrong.append(f"{module.path.relative_to(ROOT)}:{line} imports {target}")
+    assert wrong == []
+
+
+def test_a_transport_is_known_by_the_registry_alone() -> None:
+    """The checks of GPUs are about transports between GPUs."""
+    shared = {
+        "nccl_transfer.transports.base",
+        "nccl_transfer.transports.common",
+        "nccl_transfer.transports.host",
+    }
+    own = {name for name in modules() if name.startswith("nccl_transfer.transports.")} - shared
+    may = re.compile(r"nccl_transfer\.(transports\..+|registry|testing\.(two_gpu_.+|hooked_nccl))")
+    wrong = [
+        f"{name} imports {module}"
+        for name, found in modules().items()
+        for module in sorted(found.imports & own)
+        if not may.fullmatch(name)
+    ]
     assert wrong == []
 
 

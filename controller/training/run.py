@@ -33,7 +33,7 @@ from controller.training.step import Step
 from controller.training.step_metrics import StepMetrics
 from controller.training.verification import WeightVerifier
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.transports import host_id
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import worker_pb2
@@ -87,7 +87,7 @@ class Run:
             self._state.restore(resumed)
         self._checkpointer = checkpointer
         self._verifier = WeightVerifier(config.run.verify_every, cluster, checkpointer)
-        fetcher = Fetcher(host_id(), create_transports())
+        fetcher = Fetcher(host_id(), create_readers())
         self._columns = ColumnReader(fetcher, cluster.session, config.run.call_timeout_s)
         self._resources = resources or contextlib.ExitStack()
         self._resources.callback(self._columns.close)

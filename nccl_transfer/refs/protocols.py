@@ -5,8 +5,8 @@ A protocol assigns rows to ranks (`distribute`) and selects the ranks whose outp
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from importlib.metadata import EntryPoint, entry_points
 from typing import ClassVar
 
 import numpy as np
@@ -14,9 +14,10 @@ import numpy as np
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.mesh import Mesh
 from rlhf.errors import ConfigError, InvalidRequest
+from rlhf.plugins import PluginError, find_plugin, plugin_names
 
-ENTRY_POINTS = "rlhf_cluster.protocols"
-"""Entry-point group in which installed packages declare protocols, as instances or classes of TransferProtocol."""
+GROUP = "rlhf_cluster.protocols"
+"""Entry-point group in which installed packages declare protocols, as NAME = "module:object" of a TransferProtocol."""
 
 
 class TransferProtocol(ABC):
@@ -255,33 +256,28 @@ for _protocol in (
 
 
 def get_protocol(name: str) -> TransferProtocol:
-    """Returns the protocol of a name: a built-in or registered one, or one of an installed package, which it registers.
+    """Returns a protocol: one that is built in or registered, of an entry point, or named as "module:object".
 
     Raises:
-        ConfigError: The name is unknown (the message lists the known names), or the entry point that declares it
-            cannot be imported or is no protocol of this name.
+        PluginError: There is no such protocol (the message lists the known names), it cannot be imported, is no
+            TransferProtocol, or has another name than its entry point.
     """
-    if name not in _REGISTRY:
-        for entry in entry_points(group=ENTRY_POINTS, name=name):
-            register_protocol(_load(entry))
-    if name not in _REGISTRY:
-        raise ConfigError(f"unknown transfer protocol {name!r}; known: {', '.join(protocol_names())}")
-    return _REGISTRY[name]
+    return _REGISTRY[name] if name in _REGISTRY else _plug_in(name)
 
 
 def protocol_names() -> list[str]:
     """Returns the names of all known protocols, those of installed packages included, sorted."""
-    return sorted(set(_REGISTRY) | entry_points(group=ENTRY_POINTS).names)
+    return plugin_names(GROUP, _REGISTRY)
 
 
-def _load(entry: EntryPoint) -> TransferProtocol:
+@functools.cache
+def _plug_in(name: str) -> TransferProtocol:
     try:
-        loaded = entry.load()
-        protocol = loaded() if isinstance(loaded, type) else loaded
-    except Exception as error:
-        raise ConfigError(
-            f"transfer protocol {entry.name!r} of {entry.value} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(protocol, TransferProtocol) or protocol.name != entry.name:
-        raise ConfigError(f"transfer protocol {entry.name!r}: {entry.value} is no protocol of this name")
+        protocol = find_plugin(GROUP, name, TransferProtocol, _REGISTRY)  # pyright: ignore[reportAbstractUsage]
+    except PluginError as error:
+        raise PluginError(f"transfer protocol {error}") from error
+    if ":" not in name and protocol.name != name:
+        raise PluginError(
+            f"entry point {name!r} of {GROUP} declares a protocol of another name, {protocol.name!r}"
+        )
     return protocol

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,19 +11,15 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address of a rank, host:port, with the fields by which transports read its memory, empty or 0 where the rank does
-    not serve a transport. The comments of the message rlhf.v1.Endpoint describe the fields."""
+    """Address of a rank, host:port, with the adverts by which transports read its memory, by name of the transport. The
+    comments of the message rlhf.v1.Endpoint describe the fields."""
 
     address: str
     host_id: str = field(default="", hash=False)
-    memfd_socket: str = field(default="", hash=False)
     epoch: int = 0
     service: str = field(default="", hash=False)
     rank: int = field(default=0, hash=False)
-    device_uuid: str = field(default="", hash=False)
-    data_port: int = field(default=0, hash=False)
-    data_key: str = field(default="", hash=False, repr=False)
-    nccl_version: int = field(default=0, hash=False)
+    adverts: Mapping[str, bytes] = field(default_factory=dict, hash=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.service or 'service'} rank {self.rank} at {self.address}"

@@ -12,14 +12,10 @@ def endpoint_to_proto(endpoint: Endpoint) -> pb.Endpoint:
     return pb.Endpoint(
         address=endpoint.address,
         host_id=endpoint.host_id,
-        memfd_socket=endpoint.memfd_socket,
         epoch=endpoint.epoch,
         service=endpoint.service,
         rank=endpoint.rank,
-        device_uuid=endpoint.device_uuid,
-        data_port=endpoint.data_port,
-        data_key=endpoint.data_key,
-        nccl_version=endpoint.nccl_version,
+        adverts=endpoint.adverts,
     )
 
 
@@ -27,14 +23,10 @@ def endpoint_from_proto(message: pb.Endpoint) -> Endpoint:
     return Endpoint(
         message.address,
         message.host_id,
-        message.memfd_socket,
         message.epoch,
         message.service,
         message.rank,
-        message.device_uuid,
-        message.data_port,
-        message.data_key,
-        message.nccl_version,
+        dict(message.adverts),
     )
 
 

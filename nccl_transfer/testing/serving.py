@@ -1,34 +1,50 @@
-"""Serves TransferService without the rest of a service, for checks and tests. The services of the cluster add the
-same handlers to their servers and convert errors themselves."""
+"""Serves the RPCs of the data plane without the rest of a service, for checks and tests. The services of the cluster
+add the same handlers to their servers and convert errors themselves."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from rlhf.contract import SERVICES
+from nccl_transfer.transports.base import Handler
+from rlhf.contract import SERVICES, Method
 from rlhf.errors import STATUS_KEY, RlhfError, to_status
 
-Handler = Callable[[Any, Any], Any]
+TRANSFER = SERVICES["transfer"]
 
 
-def add_transfer_service(server: grpc.aio.Server, handlers: Mapping[str, Handler]) -> None:
-    """Adds async handlers of TransferService, functions of (request, context) by method name such as "Fetch", to a
-    server. An RlhfError that they raise becomes the gRPC status of the call, which has its class in its details."""
-    methods, table = SERVICES["transfer"], {}
-    for name, handler in handlers.items():
-        method = methods[name]
-        make = grpc.unary_stream_rpc_method_handler if method.streams else grpc.unary_unary_rpc_method_handler
-        table[name] = make(
-            _streamed(handler) if method.streams else _answered(handler),
-            request_deserializer=method.request.FromString,  # type: ignore[attr-defined]
-            response_serializer=method.response.SerializeToString,  # type: ignore[attr-defined]
-        )
-    service = next(iter(methods.values())).service
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, table),))
+def add_handlers(
+    server: grpc.aio.Server,
+    handlers: Mapping[str, Handler],
+    services: Iterable[Mapping[str, Method]] = (TRANSFER,),
+) -> None:
+    """Adds handlers to a server.
+
+    Args:
+        server: The server.
+        handlers: Async handlers, functions of (request, context), by path of the RPC. An RlhfError that they raise
+            becomes the gRPC status of the call, which has its class in its details.
+        services: Methods, by name, of each service to serve; those without a handler are left out. Default:
+            TransferService.
+    """
+    for methods in services:
+        table = {}
+        for method in methods.values():
+            if method.path not in handlers:
+                continue
+            make, wrap = grpc.unary_unary_rpc_method_handler, _answered
+            if method.streams:
+                make, wrap = grpc.unary_stream_rpc_method_handler, _streamed
+            table[method.name] = make(
+                wrap(handlers[method.path]),
+                request_deserializer=method.request.FromString,  # type: ignore[attr-defined]
+                response_serializer=method.response.SerializeToString,  # type: ignore[attr-defined]
+            )
+        service = next(iter(methods.values())).service
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, table),))
 
 
 def _answered(handler: Handler) -> Handler:

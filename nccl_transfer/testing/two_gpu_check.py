@@ -83,7 +83,7 @@ class Check:
         self, nccl: Nccl, cuda: Cuda, batch: Batch, sizes: Sequence[int], source: BaseProcess
     ) -> None:
         self._nccl = HookedNccl(nccl)
-        self._fetcher = Fetcher(host_id(), [NcclTransport(self._nccl, cuda)])
+        self._fetcher = Fetcher(host_id(), [NcclTransport(self._nccl, cuda).reader()])
         self._batch = batch
         self._sizes = sizes
         assert source.pid is not None

@@ -14,13 +14,14 @@ from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.dtypes import CARRIERS, ITEM_BYTES
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire import to_proto
+from nccl_transfer.sources import Sources
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.testing.serving import add_transfer_service
+from nccl_transfer.testing.serving import add_handlers
 from nccl_transfer.transports.gpu.communicator import Nccl
 from nccl_transfer.transports.gpu.device import Cuda
-from nccl_transfer.transports.gpu.sources import DeviceSources
+from nccl_transfer.transports.gpu.nccl import NcclTransport
 from rlhf.channels import listen, open_server
-from rlhf.contract import CHANNEL_OPTIONS, SERVICES
+from rlhf.contract import CHANNEL_OPTIONS
 
 TYPED_SHAPE = (257, 3)
 """Shape of the row in the columns of each element type."""
@@ -61,18 +62,16 @@ def serve(devices: Devices, sizes: Sequence[int], reader: Connection) -> None:
 async def _serve(nccl: Nccl, cuda: Cuda, sizes: Sequence[int], reader: Connection) -> None:
     rows = {name: expected(name) for name in names(sizes)}
     store = TensorStore(sum(row.nbytes + (1 << 12) for row in rows.values()), checksums=True)
-    sources = DeviceSources(store, cuda, nccl)
-    server, _ = open_server(
-        CHANNEL_OPTIONS, {each.path: each.access for each in SERVICES["transfer"].values()}
-    )
-    add_transfer_service(server, sources.handlers())
+    sources = Sources(store, "127.0.0.1", [NcclTransport(nccl, cuda)])
+    methods = [method for service in sources.services() for method in service.values()]
+    server, _ = open_server(CHANNEL_OPTIONS, {each.path: each.access for each in methods})
+    add_handlers(server, sources.handlers(), sources.services())
     address = f"127.0.0.1:{listen(server, '127.0.0.1:0')}"
     store.endpoint = Endpoint(
         address,
         epoch=EPOCH,
         service="source",
-        device_uuid=sources.device_uuid,
-        nccl_version=sources.nccl_version,
+        adverts=sources.adverts(),
     )
     await server.start()
     lease = Lease("check", 1)

@@ -1,23 +1,39 @@
-"""The interface of a transport, and functions that several transports share."""
+"""The interface of transports: what the rank that holds rows does (`Source`), and what a process does that reads them
+(`Reader`). A `Transport` makes both."""
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
+from enum import StrEnum
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.store.arena import ArenaReader, align
 from nccl_transfer.store.store import TensorStore
-from rlhf.errors import DeadlineExceeded, Refused, ServiceLost
-from rlhf.v1 import transfer_pb2 as pb
 
-ATTEMPTS = 3
-"""Maximum number of attempts at a stream that breaks, the first included."""
+Handler = Callable[[Any, Any], Any]
+"""Handler of an RPC: a function of the request and its gRPC context that returns an awaitable of the response, or an
+asynchronous iterator of responses."""
+
+
+class Space(StrEnum):
+    """Memory in which rows lie."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
+class Route(NamedTuple):
+    """Way of rows: from memory of the rank that holds them to memory of the process that reads them."""
+
+    source: Space
+    reader: Space
+
+
+HOST_TO_HOST = Route(Space.HOST, Space.HOST)
+HOST_TO_DEVICE = Route(Space.HOST, Space.DEVICE)
 
 
 def _copied() -> None:
@@ -46,19 +62,6 @@ class Reading:
         return self if self.remap is None else Reading(self.remap(), self.verify)
 
 
-def read_in_place(reader: ArenaReader, ranges: Sequence[ByteRange]) -> Reading:
-    """Returns a reading of views of an arena, without a copy. The headers of the shards are checked now, and again by
-    `Reading.verify`.
-
-    Raises:
-        Refused: A shard was released.
-        TransferError: A shard was marked corrupt.
-    """
-    check = partial(reader.check, [r.shard for r in ranges])
-    check()
-    return Reading(reader.views(ranges), check, partial(reader.private_views, ranges))
-
-
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Traffic of one transport into this process.
@@ -85,24 +88,66 @@ class Traffic:
         return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
-class Transport(ABC):
-    """Reads byte ranges of shards of other ranks. Thread-safe; connections are kept between reads.
+class DeviceMemory(Protocol):
+    """Memory of a GPU that a reader has allocated.
 
     Attributes:
-        name: Name of the transport in configs and in traffic counts.
+        pointer: Address in device memory.
+        nbytes: Size in bytes.
+    """
+
+    pointer: int
+    nbytes: int
+
+    def free(self) -> None:
+        """Frees the memory. Idempotent."""
+
+
+class Source(ABC):
+    """A transport's half at the rank that holds the rows: gives out the shards of a store."""
+
+    service: ClassVar[str] = ""
+    """gRPC service of `handlers`, as "module:Service" with the module that protoc generated from its proto; each of its
+    methods declares the option (rlhf.v1.access). Empty: the transport has no RPCs."""
+
+    @abstractmethod
+    def advert(self) -> bytes:
+        """Returns the bytes by which readers find this source, part of the rank's Endpoint: at most some 200, the same
+        at every call. Clients that may only read the rank's state do not get them, so they may contain keys."""
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """Returns the handler of each method of `service`, by name of the method. They run in the event loop of the
+        rank's server and raise errors of `rlhf.errors`. Default: none."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stops giving out rows and frees all resources. Called in the event loop: before the server stops if the
+        transport has RPCs, whose streams have to end, else after it."""
+
+
+class Reader(ABC):
+    """A transport's half in the process that reads: reads byte ranges of shards of other ranks into host memory.
+    Thread-safe; connections are kept between reads.
+
+    Attributes:
+        name: Name of the transport.
     """
 
     name: ClassVar[str]
-
-    @classmethod
-    def unavailable(cls) -> str | None:
-        """Returns the reason why this process cannot use the transport at all, or None if it can. Default: None."""
-        return None
 
     @abstractmethod
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
         """Returns the reason why this process, on host `host_id`, cannot read from `source` by this transport, or
         None if it can."""
+
+    @abstractmethod
+    def check_advert(self, advert: bytes) -> None:
+        """Checks an advert that a client has passed on, before this reader connects to what it names.
+
+        Raises:
+            ValueError: No source of this transport has such an advert; the text says why.
+        """
 
     @abstractmethod
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
@@ -120,66 +165,52 @@ class Transport(ABC):
             TransferError: A shard was marked corrupt, or the bytes are not those that were asked for.
         """
 
+    def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceMemory:
+        """Reads into memory of this process's GPU instead of host memory; of transports with a route there.
+
+        Returns:
+            Memory that contains each range at its offset in `common.layout` of the sizes of the ranges.
+
+        Raises:
+            OutOfSpace: A GPU has too little free memory. Other errors as raised by `read`.
+            NotImplementedError: The transport has no route to device memory.
+        """
+        raise NotImplementedError(f"{self.name} has no route to device memory")
+
     @abstractmethod
     def close(self) -> None:
         """Closes all connections. Views that were returned stay valid."""
 
 
-def remaining_s(deadline: float, source: Endpoint) -> float:
-    """Returns the seconds until `deadline` (`time.monotonic`), more than 0.
+class Transport(ABC):
+    """A way of rows between processes: declares what it can do, and makes its two halves. A plug-in is an instance of a
+    subclass.
 
-    Raises:
-        DeadlineExceeded: The deadline has passed; the message names `source`.
+    Attributes:
+        name: Name in configurations, adverts and traffic counts.
+        routes: Ways of rows that it covers. Default: from host memory to host memory.
+        is_secure: Whether no other host's process can read or change rows on their way where this process has
+            certificates (`rlhf.security`): they stay on the host, or are encrypted with these. Default: False; with
+            certificates the transport is then used, on either side, only where the configuration names it.
     """
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise DeadlineExceeded(f"{source}: nothing received by the deadline")
-    return left
 
+    name: ClassVar[str]
+    routes: ClassVar[frozenset[Route]] = frozenset({HOST_TO_HOST})
+    is_secure: ClassVar[bool] = False
 
-def with_retries(stream: Callable[[], None]) -> None:
-    """Calls `stream` until it succeeds, at most ATTEMPTS times; each call resumes where the previous one broke.
+    def unavailable(self) -> str | None:
+        """Returns the reason why this process cannot use the transport at all, or None if it can. Default: None."""
+        return None
 
-    Raises:
-        ServiceLost: Every attempt raised ServiceLost. Other errors are raised at once.
-    """
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            return stream()
-        except ServiceLost:
-            if attempt == ATTEMPTS:
-                raise
+    @abstractmethod
+    def source(self, store: TensorStore, host: str) -> Source:
+        """Creates the half of a rank that holds rows; it serves when this returns.
 
+        Args:
+            store: Store of the rank's shards. Its endpoint is set later, before any reader knows of this source.
+            host: IP address on which the rank may listen.
+        """
 
-def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Returns the aligned offset of each item in one buffer, and the size of the buffer, in bytes. Both sides of a
-    transfer lay out their buffers by it."""
-    offsets, total = [], 0
-    for size in sizes:
-        offsets.append(total)
-        total += align(size)
-    return offsets, total
-
-
-def check_request(store: TensorStore, request: pb.FetchRequest) -> None:
-    """Checks all ranges of a request before the first byte is sent. A reader allocates memory for all ranges when the
-    first bytes arrive, so every range must exist by then.
-
-    Raises:
-        Refused: The request is for another epoch of the service, or a shard was released.
-        TransferError: A range reaches beyond its shard, or a shard was marked corrupt.
-    """
-    check_epoch(store, request.epoch)
-    for wanted in request.ranges:
-        store.check_range(wanted.shard, wanted.start, wanted.nbytes)
-
-
-def check_epoch(store: TensorStore, epoch: int) -> None:
-    """Checks that a request is for the current epoch of the service; epoch 0 stands for any.
-
-    Raises:
-        Refused: The request is for another epoch.
-    """
-    assert store.endpoint is not None
-    if epoch not in (0, store.endpoint.epoch):
-        raise Refused(f"the epoch is {store.endpoint.epoch}, the rows are of epoch {epoch}")
+    @abstractmethod
+    def reader(self) -> Reader:
+        """Creates the half of a process that reads."""

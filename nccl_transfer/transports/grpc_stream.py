@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
@@ -10,57 +9,20 @@ import grpc
 import grpc.experimental
 
 from nccl_transfer.refs.ranges import ByteRange, cut_chunks
-from nccl_transfer.refs.shards import Endpoint, Shard
+from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.base import (
-    Reading,
-    Traffic,
-    Transport,
-    check_epoch,
-    check_request,
-    remaining_s,
-    with_retries,
-)
+from nccl_transfer.transports.base import Handler, Reader, Reading, Source, Transport
+from nccl_transfer.transports.common import check_request, remaining_s, stream_channel, with_retries
 from nccl_transfer.transports.sink import Sink
-from rlhf.channels import open_channel
-from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import ServiceLost, TransferError, from_rpc_error
-from rlhf.v1 import common_pb2
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
-
-MARK_CORRUPT_S = 2.0
-"""Timeout of a MarkCorrupt call in seconds."""
 
 DEFAULT_CHUNK_BYTES = 1 << 20  # measured: the fastest; 2 MiB and more run at less than half its rate
 MAX_CHUNK_BYTES = 4 << 20
 
-_CLIENT_OPTIONS = (
-    *CHANNEL_OPTIONS,
-    # One connection per channel: the back-off of an earlier channel does not delay a restarted rank.
-    ("grpc.use_local_subchannel_pool", 1),
-    # Streams are read in the calling thread, without a helper thread per stream.
-    (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
-)
 
-
-def stream_channel(address: str) -> grpc.Channel:
-    """Opens a channel that shares no connection with other channels and reads its streams in the calling thread."""
-    return open_channel(address, _CLIENT_OPTIONS)
-
-
-def mark_corrupt(shard: Shard, reason: str) -> None:
-    """Reports a corrupt shard to the rank that holds it, and waits for its response, at most MARK_CORRUPT_S seconds.
-    Logs a failure of the call instead of raising it: the caller also remembers the shard itself."""
-    with stream_channel(shard.endpoint.address) as channel:
-        request = pb.MarkCorruptRequest(epoch=shard.endpoint.epoch, shard=shard.id, reason=reason)
-        try:
-            pb_grpc.TransferServiceStub(channel).MarkCorrupt(request, timeout=MARK_CORRUPT_S)
-        except grpc.RpcError as error:
-            logging.warning("%s", from_rpc_error(error, f"{shard.endpoint}: marking shard {shard.id} bad"))
-
-
-class GrpcTransport(Transport):
+class GrpcReader(Reader):
     """Streams ranges with TransferService.Fetch, and resumes broken streams where they broke.
 
     Args:
@@ -76,6 +38,10 @@ class GrpcTransport(Transport):
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
         return None if source.address else "it has no address"
+
+    def check_advert(self, advert: bytes) -> None:
+        if advert:
+            raise ValueError(f"{len(advert)} bytes, where there are none")
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         sink = Sink(ranges)
@@ -152,42 +118,37 @@ async def serve_fetch(store: TensorStore, request: pb.FetchRequest) -> AsyncIter
         yield pb.FetchResponse(data=b"".join(pieces))
 
 
-def mark_corrupt_response(store: TensorStore, request: pb.MarkCorruptRequest) -> pb.MarkCorruptResponse:
-    """Handles the MarkCorrupt RPC: marks a shard of the store, and logs the reader's reason. `found` of the response is
-    False if the shard was released before.
-
-    Raises:
-        Refused: The request is for another epoch of the service.
-    """
-    check_epoch(store, request.epoch)
-    logging.warning("shard %d is marked bad: %s", request.shard, request.reason)
-    return pb.MarkCorruptResponse(found=store.mark_corrupt(request.shard))
-
-
-def stat_response(
-    store: TensorStore, traffic: Mapping[str, Traffic], unavailable: Mapping[str, str] | None = None
-) -> pb.StatResponse:
-    """Builds the response of the Stat RPC.
+class GrpcSource(Source):
+    """Serves the RPC Fetch of TransferService.
 
     Args:
-        store: Store of this rank.
-        traffic: Traffic by transport, from `Fetcher.traffic`.
-        unavailable: Reasons by transport, from `registry.unavailable`. Default: none.
+        store: Store that holds the shards.
     """
-    stat = store.stat()
-    return pb.StatResponse(
-        arena_bytes=stat.arena_bytes,
-        used_bytes=stat.used_bytes,
-        peak_bytes=stat.peak_bytes,
-        shards=stat.shards,
-        traffic=traffic_to_proto(traffic),
-        unavailable_transports=unavailable or {},
-    )
+
+    service = "rlhf.v1.transfer_pb2:TransferService"
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+
+    def advert(self) -> bytes:
+        """Returns no bytes: readers need the rank's address alone."""
+        return b""
+
+    def handlers(self) -> Mapping[str, Handler]:
+        return {"Fetch": lambda request, _: serve_fetch(self._store, request)}
+
+    def close(self) -> None:
+        """Does nothing: each stream ends by itself."""
 
 
-def traffic_to_proto(traffic: Mapping[str, Traffic]) -> dict[str, common_pb2.Traffic]:
-    """Encodes traffic by transport as protobuf messages."""
-    return {
-        name: common_pb2.Traffic(bytes=moved.bytes, seconds=moved.seconds, transfers=moved.transfers)
-        for name, moved in traffic.items()
-    }
+class GrpcTransport(Transport):
+    """Streams of TransferService.Fetch, also from servers of others, which have no adverts."""
+
+    name = GrpcReader.name
+    is_secure = True
+
+    def source(self, store: TensorStore, host: str) -> GrpcSource:
+        return GrpcSource(store)
+
+    def reader(self) -> GrpcReader:
+        return GrpcReader()

@@ -3,113 +3,25 @@ arena."""
 
 from __future__ import annotations
 
-import logging
 import os
-import secrets
+import re
 import select
-import selectors
 import socket
-import struct
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.store.arena import NONCE_BYTES, ArenaReader
+from nccl_transfer.store.arena import ArenaReader
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.base import Reading, Transport, read_in_place, remaining_s
+from nccl_transfer.transports.base import Reader, Reading, Transport
+from nccl_transfer.transports.common import read_in_place, remaining_s
+from nccl_transfer.transports.memfd_source import HELLO, MAGIC, MemfdSource, peer_uid
 from rlhf.errors import DeadlineExceeded, Refused, ServiceLost, TransferError
 
-_MAGIC = b"rlhfmem1"
-ACCEPT_PAUSE_S = 0.1
-_HELLO = struct.Struct(f"<{len(_MAGIC)}sQQ{NONCE_BYTES}s")  # magic, epoch, size of the arena in bytes, nonce
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-
-
-def host_id() -> str:
-    """Returns an id that is equal in processes that can share memory. It consists of the boot id of the machine, the
-    network namespace (which abstract sockets belong to), and the user (arenas are shared with the same user only)."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}:{os.geteuid()}"
-
-
-class ArenaServer:
-    """Sends the file descriptor of a store's arena to processes of the same user and host.
-
-    One thread serves an abstract Unix socket, so no file is left behind. Connections stay open: when a connection
-    ends, its reader knows that this rank has ended.
-
-    Args:
-        store: Store whose arena is shared.
-
-    Attributes:
-        name: Name of the socket, published as `Endpoint.memfd_socket`.
-    """
-
-    def __init__(self, store: TensorStore) -> None:
-        self.name = f"rlhf-{secrets.token_hex(16)}"
-        self._store = store
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen(socket.SOMAXCONN)
-        self._stop, stopped = socket.socketpair()
-        self._thread = threading.Thread(target=self._serve, args=(stopped,), name="arena-server", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Closes the socket and all connections; later reads from this rank raise ServiceLost."""
-        self._stop.close()
-        self._thread.join()
-
-    def _serve(self, stopped: socket.socket) -> None:
-        with selectors.DefaultSelector() as selector:
-            for end in (self._listener, stopped):
-                selector.register(end, selectors.EVENT_READ)
-            while True:
-                ready = [key.fileobj for key, _ in selector.select()]
-                if stopped in ready:
-                    break
-                for end in ready:
-                    if end is self._listener:
-                        self._accept(selector)
-                    else:
-                        _disconnect(selector, end)
-            for key in list(selector.get_map().values()):
-                _disconnect(selector, key.fileobj)
-
-    def _accept(self, selector: selectors.BaseSelector) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:  # for example without free descriptors: readers wait
-            logging.warning("arena %s: %s", self.name, error)
-            time.sleep(ACCEPT_PAUSE_S)
-            return
-        endpoint, reader = self._store.endpoint, self._store.reader
-        if _peer_uid(connection) != os.geteuid() or endpoint is None:
-            connection.close()
-            return
-        hello = _HELLO.pack(_MAGIC, endpoint.epoch, reader.nbytes, reader.nonce)
-        try:
-            socket.send_fds(connection, [hello], [reader.fd])
-        except OSError:  # the reader has left already
-            connection.close()
-            return
-        selector.register(connection, selectors.EVENT_READ)
-
-
-def _disconnect(selector: selectors.BaseSelector, connection: object) -> None:
-    assert isinstance(connection, socket.socket)
-    selector.unregister(connection)
-    connection.close()
-
-
-def _peer_uid(connection: socket.socket) -> int:
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(raw)[1]
+SOCKET = re.compile(rb"rlhf-[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +79,7 @@ class _Watch:
             self._notify()
 
 
-class MemfdTransport(Transport):
+class MemfdReader(Reader):
     """Maps the arenas of ranks on the same host.
 
     The source takes part in the first read only: later reads succeed while it computes, and even while it is stopped.
@@ -178,17 +90,21 @@ class MemfdTransport(Transport):
     name = "memfd"
 
     def __init__(self) -> None:
-        self._connections: dict[str, _Connection] = {}
+        self._connections: dict[bytes, _Connection] = {}
         self._watch: _Watch | None = None
         self._closed = False
         self._lock = threading.Lock()
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
-        if not source.memfd_socket:
+        if self.name not in source.adverts:
             return "it hands out no arena"
         if source.host_id != host_id:
             return f"it is on host {source.host_id!r}, not on {host_id!r}"
         return None
+
+    def check_advert(self, advert: bytes) -> None:
+        if not SOCKET.fullmatch(advert):
+            raise ValueError(f"{advert!r} is no name that a rank gives a socket")
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         connection = self._connection(source, deadline)
@@ -207,7 +123,7 @@ class MemfdTransport(Transport):
     def _connection(self, source: Endpoint, deadline: float) -> _Connection:
         """Returns the connection to the source, a new one at the first read. Raises ServiceLost if it has ended."""
         with self._lock:
-            known = self._connections.get(source.memfd_socket)
+            known = self._connections.get(socket_of(source))
         if known is None:
             fresh = _connect(source, deadline)
             with self._lock:
@@ -223,15 +139,15 @@ class MemfdTransport(Transport):
             unless_kept.enter_context(fresh.socket)
             if self._closed:
                 raise Refused(f"{source}: this end was closed")
-            if source.memfd_socket in self._connections:
-                return self._connections[source.memfd_socket]
+            if socket_of(source) in self._connections:
+                return self._connections[socket_of(source)]
             try:
                 self._watch = self._watch or _Watch(self._drop_ended)
                 self._watch.add(fresh.socket)
             except OSError as error:
                 raise ServiceLost(f"{source}: its end cannot be waited for: {error.strerror}") from error
             unless_kept.pop_all()
-        self._connections[source.memfd_socket] = fresh
+        self._connections[socket_of(source)] = fresh
         return fresh
 
     def _drop_ended(self) -> None:
@@ -239,7 +155,7 @@ class MemfdTransport(Transport):
         with self._lock:
             self._keep({name: peer for name, peer in self._connections.items() if peer.alive})
 
-    def _keep(self, connections: dict[str, _Connection]) -> None:
+    def _keep(self, connections: dict[bytes, _Connection]) -> None:
         """Keeps only `connections` and closes the sockets of the others. Their arenas are unmapped with their last
         reading."""
         for name in self._connections.keys() - connections.keys():
@@ -249,13 +165,18 @@ class MemfdTransport(Transport):
         self._connections = connections
 
 
+def socket_of(source: Endpoint) -> bytes:
+    """Returns the name of the socket from which a rank hands out its arena, its advert; it has one."""
+    return source.adverts[MemfdReader.name]
+
+
 def _connect(source: Endpoint, deadline: float) -> _Connection:
     with ExitStack() as opened:
         connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         connection.settimeout(remaining_s(deadline, source))
         try:
-            connection.connect(f"\0{source.memfd_socket}")
-            owner = _peer_uid(connection)
+            connection.connect(b"\0" + socket_of(source))
+            owner = peer_uid(connection)
             if owner != os.geteuid():
                 raise Refused(f"{source}: its arena belongs to user {owner}, this is {os.geteuid()}")
             reader, epoch = _receive_arena(connection, source)
@@ -271,12 +192,25 @@ def _connect(source: Endpoint, deadline: float) -> _Connection:
 def _receive_arena(connection: socket.socket, source: Endpoint) -> tuple[ArenaReader, int]:
     """Receives the descriptor of the source's arena; returns a reader of it, and the epoch of the source. Raises
     ServiceLost if the source has ended, and TransferError if it sent no arena that is safe to map."""
-    hello, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
+    hello, fds, _, _ = socket.recv_fds(connection, HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
     if not hello:
         raise ServiceLost(f"{source}: ended before it handed out its arena")
-    if len(hello) != _HELLO.size or not hello.startswith(_MAGIC) or len(fds) != 1:
+    if len(hello) != HELLO.size or not hello.startswith(MAGIC) or len(fds) != 1:
         for fd in fds:
             os.close(fd)
         raise TransferError(f"{source}: handed out no arena that this side understands")
-    _, epoch, nbytes, nonce = _HELLO.unpack(hello)
+    _, epoch, nbytes, nonce = HELLO.unpack(hello)
     return ArenaReader.of_peer(fds[0], nbytes, nonce), epoch
+
+
+class MemfdTransport(Transport):
+    """Ranks of one host share the file descriptors of their arenas; the advert is the name of an abstract socket."""
+
+    name = MemfdReader.name
+    is_secure = True
+
+    def source(self, store: TensorStore, host: str) -> MemfdSource:
+        return MemfdSource(store)
+
+    def reader(self) -> MemfdReader:
+        return MemfdReader()

@@ -14,32 +14,28 @@ from google.rpc import status_pb2
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.base import Reading, Transport, remaining_s, with_retries
+from nccl_transfer.store.store import TensorStore
+from nccl_transfer.transports.base import Reader, Reading, Transport
+from nccl_transfer.transports.common import remaining_s, with_retries
 from nccl_transfer.transports.sink import Sink
+from nccl_transfer.transports.tcp_source import TcpSource
+from nccl_transfer.transports.tcp_wire import (
+    ADVERT,
+    DATA,
+    END,
+    ERROR,
+    FRAME,
+    MAGIC,
+    MAX_REQUEST_BYTES,
+    REQUEST,
+    disconnect,
+)
 from rlhf.errors import DeadlineExceeded, ServiceLost, TransferError, from_status
 from rlhf.security import current
 from rlhf.v1 import transfer_pb2 as pb
 
-MAX_REQUEST_BYTES = 64 << 20
 
-MAGIC = b"rlhftcp1"
-KEY_BYTES = 16
-REQUEST = struct.Struct(f"<{len(MAGIC)}s{KEY_BYTES}sI")
-"""Header of a request: MAGIC, key, and size in bytes of the serialized FetchRequest that follows."""
-FRAME = struct.Struct("<II")
-"""Header of a frame of the answer: kind, and size of the payload in bytes."""
-DATA, END, ERROR = 1, 2, 3
-"""Kinds of frames: bytes of the ranges, end of the answer, serialized google.rpc.Status."""
-
-
-def disconnect(connection: socket.socket) -> None:
-    """Ends a connection that another thread reads or writes; that thread gets an error, or the end, and closes it."""
-    with contextlib.suppress(OSError):
-        # Of the socket: with TLS, the method of the connection would take the encryption away under that thread.
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-
-class TcpTransport(Transport):
+class TcpReader(Reader):
     """Streams ranges over TCP connections that are kept between reads, and resumes broken streams where they
     broke."""
 
@@ -51,7 +47,13 @@ class TcpTransport(Transport):
         self._lock = threading.Lock()
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
-        return None if source.data_port and source.address else "it has no data port"
+        return None if self.name in source.adverts and source.address else "it has no data port"
+
+    def check_advert(self, advert: bytes) -> None:
+        if len(advert) != ADVERT.size:
+            raise ValueError(f"{len(advert)} bytes, not the {ADVERT.size} of a port and a key")
+        if not ADVERT.unpack(advert)[0]:
+            raise ValueError("port 0 is none that a rank listens on")
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         sink = Sink(ranges)
@@ -70,8 +72,8 @@ class TcpTransport(Transport):
     def _stream(self, source: Endpoint, sink: Sink, deadline: float) -> None:
         sink.roll_back()
         request = pb.FetchRequest(epoch=source.epoch, ranges=sink.missing()).SerializeToString()
-        key = bytes.fromhex(source.data_key)
-        with self._connected(source, deadline) as connection:
+        port, key = _advert_of(source)
+        with self._connected(source, port, deadline) as connection:
             try:
                 connection.settimeout(remaining_s(deadline, source))
                 connection.sendall(REQUEST.pack(MAGIC, key, len(request)) + request)
@@ -82,10 +84,10 @@ class TcpTransport(Transport):
                 raise ServiceLost(f"{source}: the connection broke: {error.strerror or error}") from error
 
     @contextlib.contextmanager
-    def _connected(self, source: Endpoint, deadline: float) -> Iterator[socket.socket]:
+    def _connected(self, source: Endpoint, port: int, deadline: float) -> Iterator[socket.socket]:
         """Context manager that yields a connection to `source`, idle or new. The connection is kept for later reads
         unless the block raises, which closes it."""
-        connection = self._pooled(source) or _connect(source, deadline)
+        connection = self._pooled(source) or _connect(source, port, deadline)
         with self._lock:
             self._busy.add(connection)
         try:
@@ -124,11 +126,20 @@ def _is_alive(connection: socket.socket) -> bool:
     return False
 
 
-def _connect(source: Endpoint, deadline: float) -> socket.socket:
+def _advert_of(source: Endpoint) -> tuple[int, bytes]:
+    """Returns port and key of a source, from its advert. Raises TransferError if the advert is none of this
+    transport."""
+    try:
+        return ADVERT.unpack(source.adverts[TcpReader.name])
+    except struct.error as error:
+        raise TransferError(f"{source}: its advert of tcp cannot be read: {error}") from error
+
+
+def _connect(source: Endpoint, port: int, deadline: float) -> socket.socket:
     host = source.address.rpartition(":")[0].strip("[]")
     certificates = current().certificates
     try:
-        connection = socket.create_connection((host, source.data_port), remaining_s(deadline, source))
+        connection = socket.create_connection((host, port), remaining_s(deadline, source))
         if certificates is not None:
             connection.settimeout(remaining_s(deadline, source))
             connection = certificates.connect_tls(connection, host)
@@ -185,3 +196,16 @@ def _fill(connection: socket.socket, target: memoryview, source: Endpoint, deadl
         if count == 0:
             raise ServiceLost(f"{source}: the connection ended")
         filled += count
+
+
+class TcpTransport(Transport):
+    """Streams of bytes over TCP; the advert is `tcp_wire.ADVERT`."""
+
+    name = TcpReader.name
+    is_secure = True
+
+    def source(self, store: TensorStore, host: str) -> TcpSource:
+        return TcpSource(store, host)
+
+    def reader(self) -> TcpReader:
+        return TcpReader()

@@ -124,7 +124,7 @@ def _methods(service: ServiceDescriptor) -> dict[str, Method]:
 
 
 @functools.cache
-def _service_methods(service: str) -> Mapping[str, Method]:
+def service_methods(service: str) -> Mapping[str, Method]:
     """Returns the methods of a gRPC service by name. `service` is "module:Service" with a generated module.
 
     Raises:
@@ -138,7 +138,7 @@ def _service_methods(service: str) -> Mapping[str, Method]:
     return _methods(file.services_by_name[name])
 
 
-_WORKER = _service_methods("rlhf.v1.worker_pb2:WorkerService")
+_WORKER = service_methods("rlhf.v1.worker_pb2:WorkerService")
 
 
 @functools.cache
@@ -154,7 +154,7 @@ def role_methods(role: str) -> Mapping[str, Method]:
             (rlhf.v1.method), or its request has no field `call` of type Call, or its response no `outcome` of type
             Outcome.
     """
-    methods = _service_methods(find_role(role).service)
+    methods = service_methods(find_role(role).service)
     for method in methods.values():
         if defect := _defect(method):
             raise PluginError(f"role {role}: {method.path} {defect}")
@@ -179,7 +179,7 @@ def _defect(method: Method) -> str:
 
 SERVICES: Mapping[str, Mapping[str, Method]] = {
     **{role: role_methods(role) for role in BUILT_IN},
-    "transfer": _service_methods("rlhf.v1.transfer_pb2:TransferService"),
+    "transfer": service_methods("rlhf.v1.transfer_pb2:TransferService"),
     "worker": _WORKER,
 }
 """Methods of this project's services by short name ("actor", "critic", "reference", "reward", "transfer", "worker"),

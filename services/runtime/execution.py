@@ -53,7 +53,10 @@ class CallQueue:
         self._store = store
         self.sessions = Sessions(self._end_session, is_shared=worker.is_frozen)
         self.phase = RankPhase()
-        self._introductions = Introductions(lambda: (store.endpoint, *worker.ranks.endpoints))
+        self._introductions = Introductions(
+            lambda: (store.endpoint, *worker.ranks.endpoints),
+            lambda adverts: fetcher.check_adverts(adverts),
+        )
         self._responses = ResponseMemory()
         self._turns = TurnQueue()
         self._runner = CallRunner(worker, store, fetcher, self.sessions, self._turns, self.phase)

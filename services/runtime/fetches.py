@@ -12,7 +12,7 @@ from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import LocalColumn
 from nccl_transfer.relay import RelayRequest
 from nccl_transfer.store.store import Lease
-from nccl_transfer.transports import traffic_to_proto
+from nccl_transfer.transfer_service import traffic_to_proto
 from rlhf.v1 import common_pb2
 from services.runtime.deadlines import time_to_agree
 from services.runtime.worker import CallContext, CallRows

@@ -3,8 +3,7 @@ has introduced (WorkerService.Introduce)."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire_ranks import endpoint_from_proto
@@ -17,9 +16,6 @@ MOST_ENDPOINTS = 1 << 16
 MOST_BYTES = 1024
 """Most bytes of a serialized endpoint that is introduced; those of real ranks have some 200."""
 
-MEMFD_SOCKET = re.compile(r"rlhf-[0-9a-f]{32}")
-DATA_KEY = re.compile(r"[0-9a-f]{32}")
-
 
 class Introductions:
     """Endpoints that the calls of each session may name: those of this rank's own service, and those that the session
@@ -27,10 +23,16 @@ class Introductions:
 
     Args:
         own: Returns the endpoints of this rank's service, as its ranks exchanged them; an element is None if unknown.
+        check_adverts: Raises ValueError if an endpoint cannot have these adverts, by name of the transport.
     """
 
-    def __init__(self, own: Callable[[], Iterable[Endpoint | None]]) -> None:
+    def __init__(
+        self,
+        own: Callable[[], Iterable[Endpoint | None]],
+        check_adverts: Callable[[Mapping[str, bytes]], None],
+    ) -> None:
         self._own = own
+        self._check_adverts = check_adverts
         self._sessions: dict[str, dict[str, Endpoint]] = {}
 
     def add(self, session: str, endpoints: Sequence[common_pb2.Endpoint]) -> None:
@@ -46,7 +48,7 @@ class Introductions:
                 f"session {session!r} has {count} endpoints with these; at most {MOST_ENDPOINTS} are allowed"
             )
         for endpoint in added.values():
-            _check(endpoint)
+            self._check(endpoint)
         self._sessions[session] = known | {
             address: endpoint_from_proto(endpoint) for address, endpoint in added.items()
         }
@@ -70,21 +72,16 @@ class Introductions:
                     "rank (WorkerService.Introduce)"
                 )
 
-
-def _check(endpoint: common_pb2.Endpoint) -> None:
-    """Raises InvalidRequest if an endpoint is not one that a rank could have, such as one with an invalid port."""
-    where = f"endpoint {endpoint.address[:100]!r}"
-    if endpoint.ByteSize() > MOST_BYTES:
-        raise InvalidRequest(f"{where} has {endpoint.ByteSize()} bytes; at most {MOST_BYTES} are allowed")
-    try:
-        check_address(endpoint.address)
-    except ValueError as error:
-        raise InvalidRequest(f"{where}: address: {error}") from None
-    if endpoint.memfd_socket and not MEMFD_SOCKET.fullmatch(endpoint.memfd_socket):
-        raise InvalidRequest(
-            f"{where}: memfd_socket: {endpoint.memfd_socket!r} is no name that a rank gives one"
-        )
-    if endpoint.data_port > 65535:
-        raise InvalidRequest(f"{where}: data_port: {endpoint.data_port} is not a port from 1 to 65535, or 0")
-    if endpoint.data_port and not DATA_KEY.fullmatch(endpoint.data_key):
-        raise InvalidRequest(f"{where}: data_key: not 32 hexadecimal digits, as every data port has")
+    def _check(self, endpoint: common_pb2.Endpoint) -> None:
+        """Raises InvalidRequest if an endpoint is not one that a rank could have, such as one with an invalid port."""
+        where = f"endpoint {endpoint.address[:100]!r}"
+        if endpoint.ByteSize() > MOST_BYTES:
+            raise InvalidRequest(f"{where} has {endpoint.ByteSize()} bytes; at most {MOST_BYTES} are allowed")
+        try:
+            check_address(endpoint.address)
+        except ValueError as error:
+            raise InvalidRequest(f"{where}: address: {error}") from None
+        try:
+            self._check_adverts(endpoint.adverts)
+        except ValueError as error:
+            raise InvalidRequest(f"{where}: adverts: {error}") from None

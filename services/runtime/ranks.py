@@ -12,14 +12,16 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.refs.wire_ranks import endpoint_from_proto, endpoint_to_proto
 from rlhf.errors import OutOfStep, PeerFailed
 from rlhf.rendezvous import TCP, VARIABLE
+from rlhf.v1 import common_pb2
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -162,10 +164,10 @@ class Ranks:
         if self.size == 1 or self.store is None:
             self.endpoints = [own]
             return [details]
-        self.store.set(f"rank/{self.rank}", json.dumps({"endpoint": asdict(own), "details": details}))
+        self.store.set(f"rank/{self.rank}", json.dumps({"endpoint": _encode(own), "details": details}))
         _wait_for_all(self.store, "rank", self.rank, self.size)
         answers = [json.loads(self.store.get(f"rank/{rank}")) for rank in range(self.size)]
-        self.endpoints = [Endpoint(**answer["endpoint"]) for answer in answers]
+        self.endpoints = [_decode(answer["endpoint"]) for answer in answers]
         return [answer["details"] for answer in answers]
 
     def begin_round(self, note: Sequence[float]) -> Round:
@@ -259,6 +261,14 @@ class Ranks:
             dist.destroy_process_group()
         except RuntimeError as error:
             logging.warning("left without the other ranks: %s", error)
+
+
+def _encode(endpoint: Endpoint) -> str:
+    return endpoint_to_proto(endpoint).SerializeToString().hex()
+
+
+def _decode(endpoint: str) -> Endpoint:
+    return endpoint_from_proto(common_pb2.Endpoint.FromString(bytes.fromhex(endpoint)))
 
 
 def _meet(store: Store, rank: int, size: int, epoch: int) -> int:

@@ -22,15 +22,10 @@ from grpc_reflection.v1alpha import reflection
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire_ranks import endpoint_to_proto
-from nccl_transfer.registry import create_transports, is_allowed, unavailable
+from nccl_transfer.registry import create_readers, served_transports, unavailable
+from nccl_transfer.sources import Sources
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports import (
-    ArenaServer,
-    ByteServer,
-    host_id,
-)
-from nccl_transfer.transports.gpu.nccl import NcclTransport
-from nccl_transfer.transports.gpu.sources import DeviceSources
+from nccl_transfer.transports import host_id
 from rlhf.channels import listen, open_server
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, role_methods
 from rlhf.errors import ConfigError
@@ -72,9 +67,7 @@ class RankServer:
         self.methods = registered_methods(type(worker))
         table = worker.table
         self.store = TensorStore(table.arena_mb << 20, table.checksums)
-        self.fetcher = Fetcher(host_id(), create_transports(table.transports), self.store)
-        offers_nccl = is_allowed(NcclTransport.name, table.transports)
-        self.sources = DeviceSources.of_this_process(self.store, offers_nccl=offers_nccl)
+        self.fetcher = Fetcher(host_id(), create_readers(table.transports), self.store)
         self.unavailable = unavailable()
         self._hosts = host_addresses(table)
         self._stop = asyncio.Event()
@@ -92,13 +85,13 @@ class RankServer:
         """
         self._tell_of_missing_transports()
         self.queue = CallQueue(self.worker, self.store, self.fetcher)
-        classes = {each.path: each.access for some in self._services().values() for each in some.values()}
-        server, self._guard = open_server(SERVER_OPTIONS, classes)
-        self.port = self._bind(server, self.worker.table)
-        arena = ArenaServer(self.store)
-        stream = ByteServer(self.store, self._hosts.listen.strip("[]"))
+        offered = served_transports(self.worker.table.transports)
+        self.sources = Sources(self.store, self._hosts.listen.strip("[]"), offered)
         try:
-            ranks_info = self._meet_peers(self.port, arena, stream)
+            classes = {each.path: each.access for some in self._services().values() for each in some.values()}
+            server, self._guard = open_server(SERVER_OPTIONS, classes)
+            self.port = self._bind(server, self.worker.table)
+            ranks_info = self._meet_peers(self.port)
             # Not before: the loop handles no signal while ranks wait here for a rank that has failed.
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
@@ -113,11 +106,10 @@ class RankServer:
             await self.queue.drain()
             self._drained.set()
             drained()
-            self.sources.close()
+            self.sources.close_rpcs()
             await server.stop(grace=1.0)
         finally:
-            arena.close()
-            stream.close()
+            self.sources.close()
             self.fetcher.close()
             self.store.close()
 
@@ -148,7 +140,7 @@ class RankServer:
             raise ConfigError(f"{key}: {address} is in use")
         return port
 
-    def _meet_peers(self, port: int, arena: ArenaServer, stream: ByteServer) -> list[worker_pb2.RankInfo]:
+    def _meet_peers(self, port: int) -> list[worker_pb2.RankInfo]:
         """Exchanges addresses with all ranks of the service and sets `store.endpoint`; returns one RankInfo per rank,
         in rank order. Collective.
 
@@ -160,14 +152,10 @@ class RankServer:
         own = Endpoint(
             f"{self._hosts.advertised}:{port}",
             host_id(),
-            arena.name,
             ranks.epoch,
             self.name,
             ranks.rank,
-            self.sources.device_uuid,
-            stream.port,
-            stream.key,
-            self.sources.nccl_version,
+            self.sources.adverts(),
         )
         self.store.endpoint = own
         details = ranks.exchange(own, {"pid": os.getpid(), **self.worker.device()})
@@ -196,27 +184,34 @@ class RankServer:
         """Adds the handlers of the role's services, WorkerService, TransferService, health and reflection to the
         server."""
         boundary = RpcBoundary(self.worker, self.name, self._stop)
+        worker, transfer = SERVICES["worker"], SERVICES["transfer"]
+        own = WorkerHandlers(
+            self.name,
+            self.worker,
+            self.methods,
+            self.queue,
+            self.store,
+            ranks_info,
+            boundary,
+            self._guard,
+            self._stop,
+            self._drained,
+        )
+        rows = TransferHandlers(self.store, self.fetcher, self.queue.sessions, self.unavailable)
         direct = {
-            **WorkerHandlers(
-                self.name,
-                self.worker,
-                self.methods,
-                self.queue,
-                self.store,
-                ranks_info,
-                boundary,
-                self._guard,
-                self._stop,
-                self._drained,
-            ).handlers(),
-            **TransferHandlers(self.store, self.fetcher, self.queue.sessions, self.unavailable).handlers(),
+            **{worker[name].path: handler for name, handler in own.handlers().items()},
+            **{transfer[name].path: handler for name, handler in rows.handlers().items()},
             **self.sources.handlers(),
         }
         in_turn = {method.path for method, _ in self.methods.values()}
         for service, methods in self._services().items():
             table = {}
             for method in methods.values():
-                handler = self._in_turn(method) if method.path in in_turn else direct[method.name]
+                handler = self._in_turn(method) if method.path in in_turn else direct.get(method.path)
+                if handler is None:
+                    raise ConfigError(
+                        f"{method.path}: the source of its transport has no handler of this name"
+                    )
                 table[method.name] = boundary.rpc_handler(method, handler)
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, table),))
         health_pb2_grpc.add_HealthServicer_to_server(serving, server)
@@ -240,8 +235,8 @@ class RankServer:
         return list(self._services())
 
     def _services(self) -> dict[str, Mapping[str, Method]]:
-        """Returns the methods of the services of the worker's roles, of WorkerService and TransferService, by full
-        name of the service."""
+        """Returns the methods of the services of the worker's roles, of WorkerService, TransferService and those of
+        transports, by full name of the service."""
         roles = [role_methods(role) for role in (self.worker.role, *self.worker.also_serves)]
-        found = (*roles, SERVICES["worker"], SERVICES["transfer"])
+        found = (*roles, SERVICES["worker"], SERVICES["transfer"], *self.sources.services())
         return {next(iter(methods.values())).service: methods for methods in found}

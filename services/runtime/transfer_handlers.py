@@ -1,15 +1,15 @@
-"""Handlers of TransferService on one rank, which give out its rows, take rows, and report its traffic."""
+"""Handlers of TransferService on one rank that belong to no transport: they take rows, and report its traffic."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.transports import mark_corrupt_response, serve_fetch, stat_response
+from nccl_transfer.transfer_service import mark_corrupt_response, stat_response
 from rlhf.errors import Refused
 from rlhf.v1 import transfer_pb2
 from services.runtime.boundary import Handler, timeout_s
@@ -17,7 +17,7 @@ from services.runtime.sessions import Sessions
 
 
 class TransferHandlers:
-    """Handlers of Fetch, TakeRelayed, Put, Stat and MarkCorrupt.
+    """Handlers of TakeRelayed, Put, Stat and MarkCorrupt.
 
     Args:
         store: Store of the rank's rows.
@@ -41,15 +41,11 @@ class TransferHandlers:
     def handlers(self) -> dict[str, Handler]:
         """Returns the handlers by method name."""
         return {
-            "Fetch": self._fetch,
             "TakeRelayed": self._take_relayed,
             "Put": self._put,
             "Stat": self._stat,
             "MarkCorrupt": self._mark_corrupt,
         }
-
-    def _fetch(self, request: Any, context: Any) -> AsyncIterator[transfer_pb2.FetchResponse]:
-        return serve_fetch(self._store, request)
 
     async def _take_relayed(self, request: Any, context: Any) -> transfer_pb2.TakeRelayedResponse:
         return await self._fetcher.relays.take(request, timeout_s(context))

@@ -217,5 +217,4 @@ def checkpoint_files(directory: Path, paths: Iterable[Path]) -> list[worker_pb2.
 def _hide_keys(answer: worker_pb2.DescribeResponse) -> None:
     """Removes from the endpoints of a description all that opens a way to the rows of a rank."""
     for rank in answer.ranks:
-        for field in ("data_key", "memfd_socket"):
-            rank.endpoint.ClearField(field)
+        rank.endpoint.ClearField("adverts")

@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from chaos.targets import FREE_WITHIN_S, Target
-from held import Held
 
 from integration.harness import wait_until
+from nccl_transfer.testing.held import Held
 
 GROWTH = 64 << 20
 """Most bytes by which resident memory of a rank may grow during random calls."""

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from held import Held, assert_no_more_than
 
-from contract.peer_process import PeerProcess
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
+from nccl_transfer.testing.held import Held, assert_no_more_than
+from nccl_transfer.testing.peer_process import PeerProcess
 from nccl_transfer.transports import host_id
 from rlhf.errors import DeadlineExceeded, ServiceLost
 
@@ -39,7 +39,7 @@ def peers(directory: Path) -> Iterator[ThreadPoolExecutor]:
 
 
 def start(directory: Path) -> tuple[PeerProcess, Batch]:
-    peer = PeerProcess(directory, arena_mib=40)
+    peer = PeerProcess(directory, ["memfd", "tcp", "grpc"], arena_mib=40)
     return peer, peer.put(VALUES)
 
 
@@ -68,7 +68,7 @@ def strike(peer: PeerProcess, number: signal.Signals, moment: random.Random) -> 
 
 def endure(transport: str, number: signal.Signals, times: int, directory: Path) -> None:
     moment = random.Random(times)
-    fetcher = Fetcher(host_id(), create_transports([transport]))
+    fetcher = Fetcher(host_id(), create_readers([transport]))
     held: Held | None = None
     with peers(directory) as pool, ThreadPoolExecutor(1) as readers:
         following: Future[tuple[PeerProcess, Batch]] = pool.submit(start, directory)

@@ -26,10 +26,10 @@ import numpy as np
 import pytest
 import tomli_w
 from chaos.transfer_service import made
-from held import Held
 
 from integration.harness import Processes, Service, free_ports, is_listening, jagged, wait_until
 from nccl_transfer.refs.batch import Batch, LocalColumn
+from nccl_transfer.testing.held import Held
 from rlhf.errors import DeadlineExceeded, PeerFailed, RlhfError, ServiceLost
 
 pytestmark = pytest.mark.slow

@@ -26,14 +26,15 @@ from contract import (
     test_nccl_transport,
     test_transport_checksums,
     test_transport_choice,
-    test_transport_leaks,
-    test_transports,
 )
 from contract.loopback import CountedCuda, LoopbackNccl
-from contract.peer_process import EPOCH, PeerProcess, run_reader
+from contract.own_transports import OwnTransports
+from contract.peer_process import PausingPeerProcess, run_reader
 from contract.transport_fixtures import fetcher, in_use
-from contract.transport_helpers import Make, making, wait_until
-from contract.transport_peer import Peer
+from contract.transport_helpers import Make, making
+from contract.transport_peer import PausingPeer, PausingStore
+from nccl_transfer.testing.peer_process import EPOCH, PeerProcess
+from nccl_transfer.testing.transports.rows import wait_until
 from nccl_transfer.transports.gpu.communicator import Nccl
 from nccl_transfer.transports.gpu.device import Cuda
 
@@ -48,7 +49,7 @@ LOST_BEFORE_IT_JOINS = {
 """Tests with a source of `nccl` that may be another process: no communicator is made with it."""
 
 
-class OwnPeer(PeerProcess):
+class OwnPeer(PausingPeerProcess):
     """The peer on a thread of this process. What is left of it when it is closed is freed on the GPU, too."""
 
     def __init__(
@@ -63,16 +64,12 @@ class OwnPeer(PeerProcess):
         self._thread.start()
         self._cuda = CountedCuda(cuda)
         # The reader is to believe that this is another GPU.
-        self._peer = Peer(
-            arena_mib << 20,
-            EPOCH,
-            self._cuda,
-            nccl,
-            checksums,
-            "GPU-itself",
-            lambda **event: self._said.put(event),
-        )
+        store = PausingStore(arena_mib << 20, checksums, self._say)
+        self._peer = PausingPeer(store, EPOCH, self._cuda, nccl, "GPU-itself", self._say)
         self.endpoint = asyncio.run_coroutine_threadsafe(self._peer.start(), self._loop).result(ANSWER_S)
+
+    def _say(self, **event: object) -> None:
+        self._said.put(event)
 
     def answer(self) -> dict:
         return self._said.get(timeout=ANSWER_S)
@@ -121,7 +118,7 @@ def start_peer(transport, devices, cuda, looped, tmp_path_factory) -> Callable[.
     directory = tmp_path_factory.mktemp("peer")
     if transport == "nccl":
         return partial(OwnPeer, directory, looped, cuda)
-    return partial(PeerProcess, directory, devices=devices)
+    return partial(PausingPeerProcess, directory, devices=devices)
 
 
 def closed(peer: PeerProcess) -> Iterator[PeerProcess]:
@@ -168,7 +165,9 @@ def other_peer(start_peer) -> Iterator[PeerProcess]:
 def mortal_peer(request, transport, devices, tmp_path) -> Iterator[PeerProcess]:
     if transport == "nccl" and request.node.originalname not in LOST_BEFORE_IT_JOINS:
         pytest.skip(DIES_WITH_ITSELF)
-    peer = PeerProcess(tmp_path, devices=devices, device_uuid="GPU-of-its-own" if transport == "nccl" else "")
+    peer = PausingPeerProcess(
+        tmp_path, devices=devices, device_uuid="GPU-of-its-own" if transport == "nccl" else ""
+    )
     yield peer
     peer.kill()
     peer.close()
@@ -178,7 +177,7 @@ def mortal_peer(request, transport, devices, tmp_path) -> Iterator[PeerProcess]:
 def new_peer(transport, devices, tmp_path) -> Callable[[], PeerProcess]:
     if transport == "nccl":
         pytest.skip(DIES_WITH_ITSELF)
-    return lambda: PeerProcess(tmp_path, devices=devices)
+    return lambda: PausingPeerProcess(tmp_path, devices=devices)
 
 
 @pytest.fixture
@@ -203,8 +202,6 @@ SUITE = [
     test_nccl_transport,
     test_transport_checksums,
     test_transport_choice,
-    test_transport_leaks,
-    test_transports,
 ]
 TESTS = {
     name: test
@@ -214,7 +211,12 @@ TESTS = {
 }
 globals().update(TESTS)
 
+
+class TestContract(OwnTransports):
+    """The contract of both, with the peers of this module."""
+
+
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "big_peer", "checked_peer", "fetcher", "in_use", "looped", "make", "mortal_peer", "new_peer", "other_peer", "peer",
-    "shared_checked_peer", "shared_peer", "start_peer", "start_reader", "transport", *TESTS,
+    "shared_checked_peer", "shared_peer", "start_peer", "start_reader", "transport", "TestContract", *TESTS,
 ]  # fmt: skip

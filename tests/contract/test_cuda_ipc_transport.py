@@ -10,19 +10,16 @@ import grpc
 import pytest
 
 from contract.host_devices import HostCuda
-from contract.peer_process import GPU, MIB
-from contract.transport_helpers import (
-    fetch,
-    random_array,
-    wait_until,
-)
+from contract.peer_process import GPU
 from nccl_transfer.fetch import Fetcher
+from nccl_transfer.testing.peer_process import MIB
+from nccl_transfer.testing.transports.rows import fetch, random_array, wait_until
 from nccl_transfer.transports import host_id
-from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
 from rlhf.errors import (
     TransferError,
 )
-from rlhf.v1 import transfer_pb2, transfer_pb2_grpc
+from rlhf.v1 import cuda_ipc_pb2, cuda_ipc_pb2_grpc
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,7 +39,7 @@ def test_closing_lets_go_of_the_memory_of_a_source_before_that_frees_it(mortal_p
         def synchronize(self):
             time.sleep(0.1)
 
-    fetcher = Fetcher(host_id(), [CudaIpcTransport(Slow(GPU))])
+    fetcher = Fetcher(host_id(), [CudaIpcReader(Slow(GPU))])
     with ThreadPoolExecutor(1) as thread:
         fetching = thread.submit(fetch, fetcher, mortal_peer.put(random_array("uint8", (3, MIB))))
         assert copying.wait(20) if reading else fetching.result(20)
@@ -54,11 +51,11 @@ def test_closing_lets_go_of_the_memory_of_a_source_before_that_frees_it(mortal_p
 
 def test_requests_for_different_slots_may_arrive_in_any_order(peer):
     with grpc.insecure_channel(peer.endpoint.address) as channel:
-        stub = transfer_pb2_grpc.TransferServiceStub(channel)
-        lent = stub.OpenStaging(transfer_pb2.OpenStagingRequest(reader="reader", device_uuid=GPU), timeout=10)
+        stub = cuda_ipc_pb2_grpc.CudaIpcServiceStub(channel)
+        lent = stub.OpenStaging(cuda_ipc_pb2.OpenStagingRequest(reader="reader", device_uuid=GPU), timeout=10)
         next(lent)
         for slot, generation in ((1, 2), (0, 1)):
-            request = transfer_pb2.StageRequest(reader="reader", slot=slot, generation=generation)
+            request = cuda_ipc_pb2.StageRequest(reader="reader", slot=slot, generation=generation)
             assert stub.Stage(request, timeout=10).generation == generation
         with pytest.raises(grpc.RpcError, match="generation 1 is not newer than 1"):
             stub.Stage(request, timeout=10)

@@ -6,25 +6,20 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from contract.host_devices import HostCuda, HostNccl
-from contract.peer_process import MIB
-from contract.transport_helpers import (
-    assert_same_bits,
-    fetch,
-    random_array,
-    two_columns,
-    wait_until,
-)
+from contract.transport_helpers import two_columns
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
-from nccl_transfer.transports.gpu.nccl import NcclTransport
+from nccl_transfer.testing.peer_process import MIB
+from nccl_transfer.testing.transports.rows import assert_same_bits, fetch, random_array, wait_until
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
+from nccl_transfer.transports.gpu.nccl import NcclReader
+from nccl_transfer.transports.gpu.nccl_source import ADVERT
 from rlhf.errors import (
     DeadlineExceeded,
     OutOfSpace,
@@ -149,7 +144,7 @@ def test_bytes_can_stay_on_the_gpu(make, transport, peer):
     column = peer.put(array)["x"]
     assert isinstance(column, RemoteColumn)
     between = make(transport)
-    assert isinstance(between, CudaIpcTransport | NcclTransport)
+    assert isinstance(between, CudaIpcReader | NcclReader)
     ranges = [ByteRange(column.shards[0], 0, 9), ByteRange(column.shards[0], 9, array.nbytes - 9)]
     buffer = between.receive(peer.endpoint, ranges, time.monotonic() + 20)
     got = bytearray(buffer.nbytes)
@@ -191,12 +186,17 @@ def test_a_reader_that_is_killed_between_transfers_leaves_no_session_behind(tran
 
 def test_the_device_decides_which_transports_reach_a_rank():
     here, there = HostCuda("GPU-1"), "another host"
-    ipc, nccl, source = CudaIpcTransport(here), NcclTransport(HostNccl(), here), Endpoint("a:1", there)
-    assert (ipc.why_not(source, there), nccl.why_not(source, there)) == ("it has no GPU", "it has no GPU")
-    same, other = replace(source, device_uuid="GPU-1"), replace(source, device_uuid="GPU-2")
+    ipc, nccl = CudaIpcReader(here), NcclReader(HostNccl(), here)
+
+    def rank(device: str, version: int) -> Endpoint:
+        uuid = device.encode()
+        return Endpoint("a:1", there, adverts={"cuda_ipc": uuid, "nccl": ADVERT.pack(version) + uuid})
+
+    source = Endpoint("a:1", there)
+    assert (ipc.why_not(source, there), nccl.why_not(source, there)) == ("it has no GPU", "it offers no NCCL")
+    same, other = rank("GPU-1", 22703), rank("GPU-2", 22703)
     assert ipc.why_not(same, there) is None
     assert ipc.why_not(other, there) == "it is on GPU-2, not on GPU-1"
     assert nccl.why_not(same, there) == "both are on GPU-1, and NCCL takes one rank per GPU"
-    assert nccl.why_not(other, there) == "it offers no NCCL"
-    assert nccl.why_not(replace(other, nccl_version=22809), there) == "NCCL is 2.28.9 there and 2.27.3 here"
-    assert nccl.why_not(replace(other, nccl_version=22703), there) is None
+    assert nccl.why_not(rank("GPU-2", 22809), there) == "NCCL is 2.28.9 there and 2.27.3 here"
+    assert nccl.why_not(other, there) is None

@@ -13,23 +13,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from held import Held, assert_no_more_than
 
-from contract.peer_process import EPOCH, MIB
-from contract.transport_helpers import (
-    assert_same_bits,
-    fetch,
-    fetch_array,
-    random_array,
-)
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, ShardRun
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.store.arena import COPIED_BYTES
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.transports import ArenaServer, host_id
+from nccl_transfer.testing.held import Held, assert_no_more_than
+from nccl_transfer.testing.peer_process import EPOCH, MIB
+from nccl_transfer.testing.transports.rows import assert_same_bits, fetch, fetch_array, random_array
+from nccl_transfer.transports import host_id
+from nccl_transfer.transports.memfd_source import MemfdSource
 from rlhf.errors import (
     Refused,
     ServiceLost,
@@ -50,7 +46,7 @@ def test_the_arena_of_a_rank_that_died_is_let_go_of_although_nobody_reads(memfd,
 
 
 def test_memory_is_not_read_through_a_transport_that_was_closed(peer):
-    fetcher = Fetcher(host_id(), create_transports(["memfd"]))
+    fetcher = Fetcher(host_id(), create_readers(["memfd"]))
     batch = peer.put(random_array("int32", (4,)))
     fetcher.close()
     before = Held.here()
@@ -123,7 +119,7 @@ def test_another_user_gets_no_arena(peer):
         "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
         "s.connect('\\0' + sys.argv[1]); print(socket.recv_fds(s, 64, 1)[:2])"
     )
-    command = [sys.executable, "-I", "-c", script, peer.endpoint.memfd_socket]
+    command = [sys.executable, "-I", "-c", script, peer.endpoint.adverts["memfd"].decode()]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert answer.stdout.strip() == "(b'', [])", answer.stderr
 
@@ -131,10 +127,10 @@ def test_another_user_gets_no_arena(peer):
 def test_a_closed_arena_server_leaves_no_thread_and_no_descriptor():
     before = Held.here()
     store = TensorStore(MIB)
-    store.endpoint = Endpoint("127.0.0.1:1", host_id(), "", EPOCH)
-    server = ArenaServer(store)
-    fetcher = Fetcher(host_id(), create_transports(["memfd"]))
-    endpoint = replace(store.endpoint, memfd_socket=server.name)
+    store.endpoint = Endpoint("127.0.0.1:1", host_id(), EPOCH)
+    server = MemfdSource(store)
+    fetcher = Fetcher(host_id(), create_readers(["memfd"]))
+    endpoint = replace(store.endpoint, adverts={"memfd": server.advert()})
     store.endpoint = endpoint
     fetch(fetcher, Batch(2, {"x": store.put_column(np.zeros(2), "float64", Lease("session", 1))}))
     server.close()

@@ -11,22 +11,25 @@ from pathlib import Path
 import pytest
 
 from contract.host_devices import HostCuda, HostNccl
-from contract.peer_process import GPU, MIB, READERS_GPU
-from contract.transport_helpers import (
+from contract.peer_process import GPU, READERS_GPU
+from contract.transport_helpers import two_columns
+from nccl_transfer.fetch import Fetcher
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.registry import create_readers, served_transports
+from nccl_transfer.store.store import TensorStore
+from nccl_transfer.testing.peer_process import MIB
+from nccl_transfer.testing.transports.rows import (
     assert_same_bits,
     fetch,
     moved_to,
     random_array,
-    two_columns,
+    shard_of,
     wait_until,
 )
-from nccl_transfer.fetch import Fetcher
-from nccl_transfer.registry import create_transports, is_allowed
-from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports import host_id
 from nccl_transfer.transports.gpu.manifest import manifest_item
-from nccl_transfer.transports.gpu.nccl import NcclTransport
-from nccl_transfer.transports.gpu.sources import DeviceSources
+from nccl_transfer.transports.gpu.nccl import NcclReader, NcclTransport
+from nccl_transfer.transports.gpu.nccl_source import ADVERT
 from rlhf.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -37,6 +40,16 @@ from rlhf.v1 import common_pb2 as pb
 from settings.security import load_security
 
 pytestmark = pytest.mark.timeout(60)
+
+
+def of_version(batch: Batch, version: int | None) -> Batch:
+    """The same rows, of a rank that tells another version of NCCL, or none."""
+    adverts = dict(shard_of(batch).endpoint.adverts)
+    told = adverts.pop("nccl")
+    if version is not None:
+        adverts["nccl"] = ADVERT.pack(version) + told[ADVERT.size :]
+    return moved_to(batch, adverts=adverts)
+
 
 OVER_NCCL = pytest.mark.parametrize("transport", ["nccl"], indirect=True)
 
@@ -115,20 +128,20 @@ def test_a_manifest_tells_columns_types_and_shapes_and_one_that_contradicts_itse
 
 
 @OVER_NCCL
-@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize("version", [None, 1])
 def test_rows_of_a_rank_without_nccl_or_with_another_come_by_the_next_transport(
     make, transport, peer, version
 ):
     array = random_array("int32", (4,))
-    fetcher = Fetcher(host_id(), [make(transport), *create_transports(["tcp"])])
-    assert_same_bits(fetch(fetcher, moved_to(peer.put(array), nccl_version=version))["x"], array)
+    fetcher = Fetcher(host_id(), [make(transport), *create_readers(["tcp"])])
+    assert_same_bits(fetch(fetcher, of_version(peer.put(array), version))["x"], array)
     assert set(fetcher.traffic()) == {"tcp"}
     fetcher.close()
 
 
 def test_mixed_versions_of_nccl_are_refused_also_where_the_endpoint_says_otherwise(peer):
-    fetcher = Fetcher(host_id(), [NcclTransport(HostNccl(22809), HostCuda(READERS_GPU))])
-    batch = moved_to(peer.put(random_array("int32", (4,))), nccl_version=22809)
+    fetcher = Fetcher(host_id(), [NcclReader(HostNccl(22809), HostCuda(READERS_GPU))])
+    batch = of_version(peer.put(random_array("int32", (4,))), 22809)
     with pytest.raises(Refused, match=r"NCCL is 2\.27\.3 here and 2\.28\.9 at the reader"):
         fetch(fetcher, batch)
     fetcher.close()
@@ -146,14 +159,11 @@ def test_a_reader_that_is_stopped_leaves_no_plan_behind_once_its_deadline_has_pa
     reader.communicate()
 
 
-def test_a_rank_tells_the_nccl_that_it_sends_by():
+def test_a_rank_tells_the_nccl_and_the_gpu_that_it_sends_by():
     store = TensorStore(MIB)
-    for cuda, nccl, told in (
-        (HostCuda(GPU), HostNccl(), 22703),
-        (HostCuda(GPU), None, 0),
-        (None, HostNccl(), 0),
-    ):
-        assert DeviceSources(store, cuda, nccl).nccl_version == told
+    source = NcclTransport(HostNccl(), HostCuda(GPU)).source(store, "127.0.0.1")
+    assert source.advert() == ADVERT.pack(22703) + GPU.encode()
+    source.close()
     store.close()
 
 
@@ -161,19 +171,12 @@ def test_a_rank_tells_the_nccl_that_it_sends_by():
 def test_with_certificates_rows_are_sent_by_nccl_only_where_the_config_names_it(
     certificates: Path, monkeypatch: pytest.MonkeyPatch, wanted: tuple[str, ...], is_offered: bool
 ) -> None:
-    module = "nccl_transfer.transports.gpu.sources"
-    for name, found in (("own_cuda", HostCuda(GPU)), ("own_nccl", HostNccl())):
-        monkeypatch.setattr(f"{module}.{name}", lambda found=found: found)
-    for name in ("why_no_cuda", "why_no_nccl"):
-        monkeypatch.setattr(f"{module}.{name}", lambda: None)
-    assert is_allowed("nccl", wanted)
+    monkeypatch.setattr("nccl_transfer.transports.gpu.nccl.why_no_nccl", lambda: None)
+
+    def served() -> list[str]:
+        return [transport.name for transport in served_transports(wanted)]
+
+    assert "nccl" in served()
     with adopted(load_security(certificates)):
-        assert is_allowed("nccl", wanted) == is_offered
-    store = TensorStore(MIB)
-    sources = DeviceSources.of_this_process(store, offers_nccl=is_offered)
-    assert bool(sources.nccl_version) == is_offered
-    if not is_offered:
-        for method in ("Attach", "Prepare", "Commit", "Abort"):
-            with pytest.raises(Refused, match="only where the service's `transports` names nccl"):
-                sources.handlers()[method](None, None)
-    store.close()
+        assert ("nccl" in served()) == is_offered
+        assert served()[0] == "memfd"

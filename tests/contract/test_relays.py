@@ -30,13 +30,16 @@ from nccl_transfer.refs.plans import Relay, plan_relays
 from nccl_transfer.refs.protocols import TransferProtocol
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.relay import RelayRequest
 from nccl_transfer.rows import FetchedRows
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.testing.serving import add_transfer_service
-from nccl_transfer.transports import ArenaServer, ByteServer, host_id, serve_fetch
-from nccl_transfer.transports.byte_server import cut_frames
+from nccl_transfer.testing.serving import add_handlers
+from nccl_transfer.transports import host_id
+from nccl_transfer.transports.grpc_stream import serve_fetch
+from nccl_transfer.transports.memfd_source import MemfdSource
+from nccl_transfer.transports.tcp_source import TcpSource, cut_frames
+from rlhf.contract import SERVICES
 from rlhf.errors import DeadlineExceeded, OutOfSpace, Refused, ServiceLost
 from rlhf.v1 import transfer_pb2 as pb
 from services.runtime.server import SERVER_OPTIONS
@@ -56,16 +59,16 @@ class Rank:
     def __init__(self, number: int, host: str, loop: asyncio.AbstractEventLoop, arena_bytes: int) -> None:
         self.number, self.host = number, host
         self.store = TensorStore(arena_bytes)
-        self.arena = ArenaServer(self.store)
+        self.arena = MemfdSource(self.store)
         self.sent: list[int] = []
-        self.stream = ByteServer(self.store, "127.0.0.1", self._frames)
+        self.stream = TcpSource(self.store, "127.0.0.1", self._frames)
         self.server, port = self.on(loop, self._start())
         self.endpoint = Endpoint(
-            f"127.0.0.1:{port}", host, self.arena.name, 1, "test", number,
-            data_port=self.stream.port, data_key=self.stream.key,
+            f"127.0.0.1:{port}", host, 1, "test", number,
+            {"memfd": self.arena.advert(), "tcp": self.stream.advert()},
         )  # fmt: skip
         self.store.endpoint = self.endpoint
-        self.fetcher = Fetcher(host, create_transports(), self.store)
+        self.fetcher = Fetcher(host, create_readers(), self.store)
 
     def _frames(self, store: TensorStore, request: pb.FetchRequest) -> Iterator[list[memoryview]]:
         for pieces in cut_frames(store, request):
@@ -78,7 +81,8 @@ class Rank:
 
     async def _start(self):
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        add_transfer_service(server, {"Fetch": self._fetch, "TakeRelayed": self._take})
+        methods = SERVICES["transfer"]
+        add_handlers(server, {methods["Fetch"].path: self._fetch, methods["TakeRelayed"].path: self._take})
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         return server, port
@@ -153,7 +157,7 @@ def calls() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture(scope="module")
 def caller() -> Iterator[Fetcher]:
     """Who takes the results: a process that stores nothing."""
-    fetcher = Fetcher("host 0", create_transports())
+    fetcher = Fetcher("host 0", create_readers())
     yield fetcher
     fetcher.close()
 

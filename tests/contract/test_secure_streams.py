@@ -13,16 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from contract.transport_helpers import assert_same_bits, random_array
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.transports import ByteServer, byte_server
-from nccl_transfer.transports.tcp import MAGIC, REQUEST
+from nccl_transfer.testing.transports.rows import assert_same_bits, random_array
+from nccl_transfer.transports import tcp_source
+from nccl_transfer.transports.tcp_source import TcpSource
+from nccl_transfer.transports.tcp_wire import ADVERT, MAGIC, REQUEST
 from rlhf.errors import ServiceLost
 from rlhf.security import PLAINTEXT, Security, adopted
 from rlhf.v1 import transfer_pb2 as pb
@@ -40,21 +41,25 @@ def security(certificates: Path) -> Security:
 
 
 @contextlib.contextmanager
-def source(security: Security) -> Iterator[tuple[TensorStore, ByteServer]]:
+def source(security: Security) -> Iterator[tuple[TensorStore, TcpSource]]:
     """A store whose rows a data port with these credentials serves."""
     with contextlib.ExitStack() as opened:
         store = opened.enter_context(contextlib.closing(TensorStore(64 * MIB)))
         with adopted(security):
-            server = opened.enter_context(contextlib.closing(ByteServer(store, "127.0.0.1")))
+            server = opened.enter_context(contextlib.closing(TcpSource(store, "127.0.0.1")))
         store.endpoint = Endpoint(
-            "127.0.0.1:1", epoch=EPOCH, service="actor", data_port=server.port, data_key=server.key
+            "127.0.0.1:1", epoch=EPOCH, service="actor", adverts={"tcp": server.advert()}
         )
         yield store, server
 
 
+def key_of(server: TcpSource) -> bytes:
+    return ADVERT.unpack(server.advert())[1]
+
+
 def read(security: Security, *batches: Batch, within_s: float = 10.0) -> list[dict[str, object]]:
     """The rows of batches, that a process with these credentials reads over tcp."""
-    with adopted(security), contextlib.closing(Fetcher("elsewhere", create_transports(["tcp"]))) as fetcher:
+    with adopted(security), contextlib.closing(Fetcher("elsewhere", create_readers(["tcp"]))) as fetcher:
         rows = [fetcher.fetch(batch, time.monotonic() + within_s) for batch in batches]
         return [dict(each.values) for each in rows]
 
@@ -85,8 +90,8 @@ def test_a_connection_with_tls_is_kept_and_used_again(
     security: Security, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accepted = []
-    accept = byte_server.ByteServer._accept
-    monkeypatch.setattr(byte_server.ByteServer, "_accept", lambda self: (accepted.append(1), accept(self))[1])
+    accept = tcp_source.TcpSource._accept
+    monkeypatch.setattr(tcp_source.TcpSource, "_accept", lambda self: (accepted.append(1), accept(self))[1])
     with source(security) as (store, _):
         batch = put(store, x=np.arange(100))
         read(security, *([batch] * 5))
@@ -122,7 +127,7 @@ def test_the_certificate_of_a_client_does_not_make_a_source(security: Security, 
 def test_the_key_alone_opens_nothing(security: Security, certificates: Path) -> None:
     with source(security) as (store, server):
         put(store, x=np.arange(100))
-        header = struct.pack("<8s16sI", b"rlhftcp1", bytes.fromhex(server.key), 0)
+        header = struct.pack("<8s16sI", b"rlhftcp1", key_of(server), 0)
         with socket.create_connection(("127.0.0.1", server.port), 10) as plain:
             heard = answer(plain, header)
         # An alert of TLS at most.
@@ -148,7 +153,7 @@ def answer(connection: socket.socket, request: bytes) -> bytes:
 def test_a_handshake_that_goes_no_further_is_waited_for_no_longer_than_the_stall_time(
     security: Security, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(byte_server, "STALL_S", 0.3)
+    monkeypatch.setattr(tcp_source, "STALL_S", 0.3)
     with (
         source(security) as (_, server),
         socket.create_connection(("127.0.0.1", server.port), 10) as stranger,
@@ -186,7 +191,7 @@ def test_a_slow_reader_is_not_cut_off_while_it_receives(
     security: Security, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4 MiB, a frame, take it 1.6 s."""
-    monkeypatch.setattr(byte_server, "STALL_S", 0.8)
+    monkeypatch.setattr(tcp_source, "STALL_S", 0.8)
     nbytes, at_once, pause_s = 12 * MIB, 128 << 10, 0.05
     assert security.certificates
     with source(security) as (store, server), socket.socket() as plain:
@@ -201,7 +206,7 @@ def test_a_slow_reader_is_not_cut_off_while_it_receives(
         plain.connect(("127.0.0.1", server.port))
         received = 0
         with security.certificates.connect_tls(plain, "127.0.0.1") as reader:
-            reader.sendall(REQUEST.pack(MAGIC, bytes.fromhex(server.key), len(message)) + message)
+            reader.sendall(REQUEST.pack(MAGIC, key_of(server), len(message)) + message)
             while received < nbytes:
                 wanted = received + at_once
                 while received < wanted and (piece := reader.recv(wanted - received)):

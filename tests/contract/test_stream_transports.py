@@ -14,21 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from contract.peer_process import EPOCH, MIB, PeerProcess
-from contract.transport_helpers import (
-    assert_same_bits,
-    canned_server,
-    fetch,
-    moved_to,
-    random_array,
-    wait_until,
-)
+from contract.transport_helpers import canned_server
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import ShardRun
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
+from nccl_transfer.testing.peer_process import EPOCH, MIB, PeerProcess
+from nccl_transfer.testing.transports.rows import assert_same_bits, fetch, moved_to, random_array, wait_until
 from nccl_transfer.transports import host_id
+from nccl_transfer.transports.tcp_wire import ADVERT
 from rlhf.errors import (
     DeadlineExceeded,
     ServiceLost,
@@ -68,7 +63,7 @@ def test_a_reader_that_takes_nothing_neither_fills_its_source_nor_holds_up_other
     array = random_array("uint8", (1, 64 * MIB))
     batch = peer.put(array)
     before = anonymous_bytes(peer)
-    fetcher = Fetcher(host_id(), create_transports(["tcp"]))
+    fetcher = Fetcher(host_id(), create_readers(["tcp"]))
     with idle_reader(peer, batch) as connection:
         wait_until(lambda: queued_bytes(connection) > 0)
         for _ in range(
@@ -89,8 +84,8 @@ def idle_reader(peer: PeerProcess, batch: Batch) -> Iterator[socket.socket]:
     assert isinstance(column.place, ShardRun)
     wanted = transfer_pb2.ByteRange(shard=column.place.shard.id, start=0, nbytes=column.place.nbytes)
     request = transfer_pb2.FetchRequest(epoch=EPOCH, ranges=[wanted]).SerializeToString()
-    key = bytes.fromhex(peer.endpoint.data_key)
-    with socket.create_connection(("127.0.0.1", peer.endpoint.data_port), 20) as connection:
+    port, key = ADVERT.unpack(peer.endpoint.adverts["tcp"])
+    with socket.create_connection(("127.0.0.1", port), 20) as connection:
         connection.sendall(struct.pack("<8s16sI", b"rlhftcp1", key, len(request)) + request)
         yield connection
 
@@ -175,6 +170,11 @@ def frame(kind: int, payload: bytes) -> bytes:
     return struct.pack("<II", kind, len(payload)) + payload
 
 
+def at_data_port(batch: Batch, port: int, key: bytes = bytes(range(16))) -> Batch:
+    """The same rows, of a rank with this data port and key."""
+    return moved_to(batch, adverts={"tcp": ADVERT.pack(port, key)})
+
+
 @contextmanager
 def canned_stream(data: bytes) -> Iterator[int]:
     """A server that answers the first request over plain tcp with these bytes; yields its port."""
@@ -202,9 +202,9 @@ def canned_stream(data: bytes) -> Iterator[int]:
 )
 def test_a_stream_that_is_not_as_it_should_be_is_an_error(peer, data, text):
     batch = peer.put(random_array("int32", (4,)))
-    fetcher = Fetcher(host_id(), create_transports(["tcp"]))
+    fetcher = Fetcher(host_id(), create_readers(["tcp"]))
     with canned_stream(data) as port, pytest.raises(TransferError, match=text):
-        fetch(fetcher, moved_to(batch, data_port=port))
+        fetch(fetcher, at_data_port(batch, port))
     fetcher.close()
 
 
@@ -212,10 +212,10 @@ def test_a_stream_that_broke_before_its_last_frame_was_confirmed_sends_it_again(
     """Unconfirmed bytes may be those of another shard: the next frame, or the end, confirms them."""
     array = random_array("int32", (4,))
     batch = peer.put(array)
-    fetcher = Fetcher(host_id(), create_transports(["tcp"]))
+    fetcher = Fetcher(host_id(), create_readers(["tcp"]))
     peer.ask("release")
     with canned_stream(frame(1, bytes(16))) as port:
-        moved = moved_to(batch, data_port=port)
+        moved = at_data_port(batch, port)
         with pytest.raises(DeadlineExceeded):  # asked again, this one is silent
             fetch(fetcher, moved, within_s=0.5)
     fetcher.close()
@@ -223,14 +223,16 @@ def test_a_stream_that_broke_before_its_last_frame_was_confirmed_sends_it_again(
 
 def test_a_reader_without_the_key_gets_nothing(peer):
     batch = peer.put(random_array("int32", (4,)))
-    fetcher = Fetcher(host_id(), create_transports(["tcp"]))
+    port, _ = ADVERT.unpack(peer.endpoint.adverts["tcp"])
+    fetcher = Fetcher(host_id(), create_readers(["tcp"]))
     with pytest.raises(ServiceLost):
-        fetch(fetcher, moved_to(batch, data_key="00" * 16))
+        fetch(fetcher, at_data_port(batch, port, key=bytes(16)))
     fetcher.close()
 
 
 def test_whoever_sends_no_request_is_hung_up_on(peer):
-    with socket.create_connection(("127.0.0.1", peer.endpoint.data_port), 5) as connection:
+    port, _ = ADVERT.unpack(peer.endpoint.adverts["tcp"])
+    with socket.create_connection(("127.0.0.1", port), 5) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: a-rank-of-the-cluster\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):
             assert connection.recv(1) == b""

@@ -11,20 +11,15 @@ import grpc
 import numpy as np
 import pytest
 
-from contract.peer_process import EPOCH, MIB
-from contract.transport_helpers import (
-    assert_same_bits,
-    fetch,
-    moved_to,
-    random_array,
-)
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.testing.peer_process import EPOCH, MIB
+from nccl_transfer.testing.transports.rows import assert_same_bits, fetch, moved_to, random_array
 from nccl_transfer.transports import host_id
-from nccl_transfer.transports.memfd import MemfdTransport
+from nccl_transfer.transports.memfd import MemfdReader
 from rlhf.errors import (
     ConfigError,
     Refused,
@@ -36,7 +31,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_rows_may_be_written_to_also_where_a_transport_gives_none_such(peer):
-    class ReadOnly(MemfdTransport):
+    class ReadOnly(MemfdReader):
         def read(self, source, ranges, deadline):
             reading = super().read(source, ranges, deadline)
             return replace(reading, views=[memoryview(bytes(view)) for view in reading.views], remap=None)
@@ -51,7 +46,7 @@ def test_rows_may_be_written_to_also_where_a_transport_gives_none_such(peer):
 def test_ranks_on_the_same_host_use_memory_and_others_tcp(peer):
     batch = peer.put(random_array("int32", (4,)))
     for host, used in ((host_id(), {"memfd"}), ("another host", {"tcp"})):
-        fetcher = Fetcher(host, create_transports())
+        fetcher = Fetcher(host, create_readers())
         fetch(fetcher, batch)
         assert set(fetcher.traffic()) == used
         fetcher.close()
@@ -70,7 +65,7 @@ def test_network_namespaces_count_as_hosts():
 
 def test_where_no_transport_reaches_a_rank_the_error_says_why_for_each(peer):
     batch = moved_to(peer.put(random_array("int32", (4,))), address="", host_id="far")
-    fetcher = Fetcher(host_id(), create_transports())
+    fetcher = Fetcher(host_id(), create_readers())
     with pytest.raises(
         TransferError,
         match=r"memfd: it is on host 'far', not on '.*'; tcp: it has no data port; grpc: it has no addr",
@@ -80,13 +75,15 @@ def test_where_no_transport_reaches_a_rank_the_error_says_why_for_each(peer):
 
 
 def test_an_unknown_transport_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="unknown transport 'rdma'; known: memfd, cuda_ipc, nccl, tcp"):
-        create_transports(["rdma"])
+    with pytest.raises(
+        ConfigError, match="transport 'rdma' is unknown; known: cuda_ipc, grpc, memfd, nccl, tcp"
+    ):
+        create_readers(["rdma"])
 
 
 def test_a_rank_reads_its_own_rows_without_a_transport():
     store = TensorStore(MIB)
-    store.endpoint = Endpoint("127.0.0.1:1", host_id(), "", EPOCH, "actor", 0)
+    store.endpoint = Endpoint("127.0.0.1:1", host_id(), EPOCH, "actor", 0)
     array = random_array("int32", (4, 2))
     batch = Batch(4, {"x": store.put_column(array, "int32", Lease("session", 1))})
     fetcher = Fetcher(host_id(), [], store)

@@ -10,24 +10,22 @@ import pytest
 
 from contract.host_devices import HostCuda, HostNccl
 from contract.loopback import CountedCuda
-from contract.peer_process import GPU, READERS_GPU, PeerProcess, run_reader
-from contract.transport_helpers import (
-    Make,
-    making,
-)
+from contract.peer_process import GPU, READERS_GPU, PausingPeerProcess, run_reader
+from contract.transport_helpers import Make, making
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
+from nccl_transfer.testing.peer_process import PeerProcess
 from nccl_transfer.transports import host_id
-from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
-from nccl_transfer.transports.gpu.nccl import NcclTransport
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
+from nccl_transfer.transports.gpu.nccl import NcclReader
 
 TRANSPORTS = ["memfd", "cuda_ipc", "nccl", "tcp", "grpc"]
 
 
 @pytest.fixture(scope="module")
 def shared_peer(tmp_path_factory) -> Iterator[PeerProcess]:
-    peer = PeerProcess(tmp_path_factory.mktemp("peer"), arena_mib=80)
+    peer = PausingPeerProcess(tmp_path_factory.mktemp("peer"), arena_mib=80)
     yield peer
     peer.close()
 
@@ -42,7 +40,7 @@ def peer(shared_peer) -> Iterator[PeerProcess]:
 @pytest.fixture
 def mortal_peer(tmp_path) -> Iterator[PeerProcess]:
     """A peer that a test may stop or kill."""
-    peer = PeerProcess(tmp_path)
+    peer = PausingPeerProcess(tmp_path)
     yield peer
     peer.kill()
     peer.close()
@@ -57,7 +55,7 @@ def other_peer(mortal_peer) -> PeerProcess:
 @pytest.fixture
 def new_peer(tmp_path) -> Callable[[], PeerProcess]:
     """Starts peers."""
-    return lambda: PeerProcess(tmp_path)
+    return lambda: PausingPeerProcess(tmp_path)
 
 
 @pytest.fixture
@@ -79,7 +77,7 @@ def fetcher(transport, make) -> Iterator[Fetcher]:
 
 @pytest.fixture
 def memfd() -> Iterator[Fetcher]:
-    fetcher = Fetcher(host_id(), create_transports(["memfd"]))
+    fetcher = Fetcher(host_id(), create_readers(["memfd"]))
     yield fetcher
     fetcher.close()
 
@@ -87,21 +85,21 @@ def memfd() -> Iterator[Fetcher]:
 @pytest.fixture(params=["tcp", "grpc"])
 def stream(request) -> Iterator[Fetcher]:
     """A fetcher of each transport that streams."""
-    fetcher = Fetcher(host_id(), create_transports([request.param]))
+    fetcher = Fetcher(host_id(), create_readers([request.param]))
     yield fetcher
     fetcher.close()
 
 
 @pytest.fixture
 def over_grpc() -> Iterator[Fetcher]:
-    fetcher = Fetcher(host_id(), create_transports(["grpc"]))
+    fetcher = Fetcher(host_id(), create_readers(["grpc"]))
     yield fetcher
     fetcher.close()
 
 
 @pytest.fixture
 def big_peer(tmp_path) -> Iterator[PeerProcess]:
-    peer = PeerProcess(tmp_path, arena_mib=1100)
+    peer = PausingPeerProcess(tmp_path, arena_mib=1100)
     yield peer
     peer.close()
 
@@ -110,7 +108,7 @@ def big_peer(tmp_path) -> Iterator[PeerProcess]:
 def in_use(transport, make) -> Iterator[tuple[Fetcher, CountedCuda]]:
     """A fetcher and the GPU it receives into."""
     between = make(transport)
-    assert isinstance(between, CudaIpcTransport | NcclTransport)
+    assert isinstance(between, CudaIpcReader | NcclReader)
     fetcher = Fetcher(host_id(), [between])
     yield fetcher, between._cuda  # type: ignore[misc]
     fetcher.close()
@@ -124,7 +122,7 @@ def start_reader() -> Callable[[str, Batch, float], subprocess.Popen[bytes]]:
 
 @pytest.fixture(scope="module")
 def shared_checked_peer(tmp_path_factory) -> Iterator[PeerProcess]:
-    peer = PeerProcess(tmp_path_factory.mktemp("checked"), arena_mib=80, checksums=True)
+    peer = PausingPeerProcess(tmp_path_factory.mktemp("checked"), arena_mib=80, checksums=True)
     yield peer
     peer.close()
 

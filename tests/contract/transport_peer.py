@@ -1,66 +1,46 @@
-"""A rank that only serves tensors: the other process of the transport suite.
+"""The peer of the contract of transports, with all transports of this project, which a test can make stop in the middle
+of a transfer.
 
-Usage: `python -m contract.transport_peer ARENA_MIB EPOCH DEVICES CHECKSUMS UUID`. DEVICES is `host` for the host
-implementation of a GPU and NCCL, `gpu` for those of this machine; CHECKSUMS is `True` or `False`; UUID overrides the
-UUID of the GPU in the endpoint, unless empty. Prints its endpoint, then answers every line of JSON on stdin with a line
-of JSON on stdout, and ends with stdin. Rows come from .npy files, so that the suite owns the expected values.
+Usage: `python -m contract.transport_peer ARENA_MIB EPOCH CHECKSUMS DEVICES UUID`. DEVICES is `host` for the host
+implementation of a GPU and NCCL, `gpu` for those of this machine; UUID overrides the UUID of the GPU in the advert of
+nccl, unless empty. The rest is as for `nccl_transfer.testing.peer`.
 """
 
+from __future__ import annotations
+
 import asyncio
-import json
-import os
 import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
-import numpy as np
 
 from contract.host_devices import HostCuda, HostNccl
 from contract.loopback import CountedCuda
-from nccl_transfer.refs.batch import Batch
-from nccl_transfer.refs.columns import Jagged
-from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.refs.wire import to_proto
-from nccl_transfer.refs.wire_ranks import endpoint_to_proto
-from nccl_transfer.registry import unavailable
-from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.testing.serving import add_transfer_service
-from nccl_transfer.transports import (
-    ArenaServer,
-    ByteServer,
-    host_id,
-    mark_corrupt_response,
-    serve_fetch,
-    stat_response,
-)
-from nccl_transfer.transports.byte_server import cut_frames
-from nccl_transfer.transports.gpu import staging
+from nccl_transfer.store.store import TensorStore
+from nccl_transfer.testing.peer import Peer, say, serve
+from nccl_transfer.transports.base import Handler, Transport
+from nccl_transfer.transports.gpu import cuda_ipc_source
 from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, own_nccl, why_no_nccl
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 from nccl_transfer.transports.gpu.device import Event, own_cuda
-from nccl_transfer.transports.gpu.sources import DeviceSources
-from rlhf.contract import CHANNEL_OPTIONS
-from rlhf.errors import RlhfError
-
-SESSION = "session"
+from nccl_transfer.transports.gpu.nccl import NcclTransport
+from nccl_transfer.transports.gpu.nccl_source import ADVERT, NcclSource
+from nccl_transfer.transports.grpc_stream import GrpcSource, GrpcTransport
+from nccl_transfer.transports.memfd import MemfdTransport
+from nccl_transfer.transports.sink import Pieces
+from nccl_transfer.transports.tcp import TcpTransport
+from nccl_transfer.transports.tcp_source import TcpSource, cut_frames
+from rlhf.v1 import transfer_pb2
 
 GPU = "GPU-of-the-peer"
 """UUID of the host implementation of a GPU."""
 
 SLOT_BYTES = 1 << 20
 """Size of a staging slot: small, so that the suite fills many."""
-
-LAYOUTS = {
-    "as it is": lambda array: array,
-    "transposed": lambda array: array.T,
-    "strided": lambda array: array[::2, 1::3],
-    "reversed": lambda array: array[::-1, ::-1],
-    "broadcast": lambda array: np.broadcast_to(array[:1], array.shape),
-}
-"""Non-contiguous views of a matrix."""
-
 
 CAPACITY = 4 << 30
 """Capacity of the GPU in bytes."""
@@ -130,127 +110,142 @@ class _Pausing(Communicator):
         self._communicator.abort()
 
 
-class Peer:
-    """The rank.
+class Streams:
+    """Where streams over tcp and grpc stop or break, and the bytes that they have sent."""
+
+    def __init__(self, say: Say) -> None:
+        self.say = say
+        self.configure()
+
+    def configure(
+        self, pause_after: int | None = None, break_after: int | None = None, always: bool = False
+    ) -> None:
+        self.pause_after, self.break_after, self.always = pause_after, break_after, always
+        self.served_bytes = 0
+
+    def pauses(self, chunk: int) -> bool:
+        """Whether a stream pauses before the chunk of a number, of which it tells."""
+        if chunk == self.pause_after:
+            self.say(event="paused")
+        return chunk == self.pause_after
+
+    def breaks(self, chunk: int) -> bool:
+        """Whether a stream breaks before the chunk of a number."""
+        if chunk != self.break_after:
+            return False
+        self.break_after = self.break_after if self.always else None
+        return True
+
+    def frames(self, store: TensorStore, request: transfer_pb2.FetchRequest) -> Iterator[Pieces]:
+        """Frames of tcp, in chunks of 1 MiB, as grpc has them."""
+        for chunk, pieces in enumerate(cut_frames(store, request, 1 << 20)):
+            if self.pauses(chunk):
+                threading.Event().wait()
+            if self.breaks(chunk):
+                raise ConnectionError("broken on purpose")
+            yield pieces
+            self.served_bytes += sum(map(len, pieces))
+
+
+class PausingTcp(TcpTransport):
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def source(self, store: TensorStore, host: str) -> TcpSource:
+        return TcpSource(store, host, self._streams.frames)
+
+
+class PausingGrpc(GrpcTransport):
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def source(self, store: TensorStore, host: str) -> GrpcSource:
+        return _PausingGrpcSource(store, self._streams)
+
+
+class _PausingGrpcSource(GrpcSource):
+    def __init__(self, store: TensorStore, streams: Streams) -> None:
+        super().__init__(store)
+        self._streams = streams
+
+    def handlers(self) -> Mapping[str, Handler]:
+        fetch, streams = super().handlers()["Fetch"], self._streams
+
+        async def pausing(request: Any, context: Any) -> Any:
+            chunk = 0
+            async for response in fetch(request, context):
+                if streams.pauses(chunk):
+                    await asyncio.Event().wait()
+                if streams.breaks(chunk):
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "broken on purpose")
+                yield response
+                chunk += 1
+                streams.served_bytes += len(response.data)
+
+        return {"Fetch": pausing}
+
+
+class Disguised(NcclTransport):
+    """Advertises another GPU; keeps its source as `made`."""
+
+    made: NcclSource
+
+    def __init__(self, nccl: Nccl, cuda: CountedCuda, uuid: str) -> None:
+        super().__init__(nccl, cuda)
+        self._uuid = uuid
+
+    def source(self, store: TensorStore, host: str) -> NcclSource:
+        self.made = super().source(store, host)
+        if self._uuid:
+            advert = self.made.advert()[: ADVERT.size] + self._uuid.encode()
+            self.made.advert = lambda: advert
+        return self.made
+
+
+class PausingPeer(Peer):
+    """The peer.
 
     Args:
-        arena_bytes: Size of its arena.
+        store: Its store.
         epoch: Epoch of its service.
         cuda, nccl: Its GPU and NCCL.
-        checksums: Whether it computes checksums.
-        device_uuid: UUID of the GPU in its endpoint; empty: the real one.
+        device_uuid: UUID of the GPU in the advert of nccl; empty: the real one.
         say: Called when it has paused.
     """
 
     def __init__(
         self,
-        arena_bytes: int,
+        store: PausingStore,
         epoch: int,
         cuda: CountedCuda,
         nccl: Nccl | None,
-        checksums: bool,
         device_uuid: str,
         say: Say,
     ) -> None:
-        self.epoch = epoch
-        self.say = say
-        self.store = PausingStore(arena_bytes, checksums, say)
-        self.arena_server = ArenaServer(self.store)
-        self.byte_server = ByteServer(self.store, "127.0.0.1", self.frames)
+        self.pausing_store = store
         self.cuda = cuda
+        self.streams = Streams(say)
+        ipc = CudaIpcTransport(cuda, SLOT_BYTES)
+        transports: list[Transport] = [
+            MemfdTransport(), ipc, PausingTcp(self.streams), PausingGrpc(self.streams)
+        ]  # fmt: skip
         self.nccl = PausingNccl(nccl, say) if nccl is not None else None
-        self.sources = DeviceSources(self.store, self.cuda, self.nccl, SLOT_BYTES)
-        self.server: grpc.aio.Server | None = None
-        self.device_uuid = device_uuid or self.sources.device_uuid
-        self.configure()
-
-    async def start(self) -> Endpoint:
-        """Starts serving; returns the endpoint."""
-        self.server = grpc.aio.server(options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
-        add_transfer_service(self.server, self.handlers())
-        address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
-        self.store.endpoint = Endpoint(
-            address, host_id(), self.arena_server.name, self.epoch, "actor", os.getpid(), self.device_uuid,
-            self.byte_server.port, self.byte_server.key, self.sources.nccl_version,
-        )  # fmt: skip
-        await self.server.start()
-        return self.store.endpoint
+        self.sends = Disguised(self.nccl, cuda, device_uuid) if self.nccl is not None else None
+        super().__init__(store, epoch, [*transports, self.sends] if self.sends is not None else transports)
 
     async def close(self) -> None:
-        """Stops serving."""
+        """Stops serving. A stream of tcp that has paused for good would wait for ever, and is left."""
         self.go_on()
-        self.sources.close()
-        if self.server is not None:
-            await self.server.stop(None)
-        self.arena_server.close()
-        if not self.pause_after:
-            self.byte_server.close()
+        if self.streams.pause_after is None:
+            await super().close()
 
-    def handlers(self):
-        return {
-            "Fetch": self.fetch,
-            "Stat": self.stat,
-            "MarkCorrupt": self.mark_corrupt,
-            **self.sources.handlers(),
-        }
-
-    async def fetch(self, request, context):
-        chunks = 0
-        async for response in serve_fetch(self.store, request):
-            if chunks == self.pause_after:
-                self.say(event="paused")
-                await asyncio.Event().wait()
-            if chunks == self.break_after:
-                self.break_after = self.break_after if self.always else None
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "broken on purpose")
-            yield response
-            chunks += 1
-            self.served_bytes += len(response.data)
-
-    def frames(self, store, request):
-        """As `fetch`, over plain tcp, also in chunks of 1 MiB."""
-        for chunks, pieces in enumerate(cut_frames(store, request, 1 << 20)):
-            if chunks == self.pause_after:
-                self.say(event="paused")
-                threading.Event().wait()
-            if chunks == self.break_after:
-                self.break_after = self.break_after if self.always else None
-                raise ConnectionError("broken on purpose")
-            yield pieces
-            self.served_bytes += sum(map(len, pieces))
-
-    async def stat(self, request, context):
-        return stat_response(self.store, {}, unavailable())
-
-    async def mark_corrupt(self, request, context):
-        return mark_corrupt_response(self.store, request)
-
-    def put(self, step, columns):
-        stored = {}
-        for name, column in columns.items():
-            array = LAYOUTS[column["layout"]](np.load(column["path"]))
-            lengths = column["lengths"]
-            values = array if lengths is None else Jagged(array, np.array(lengths, np.int64))
-            stored[name] = self.store.put_column(values, column["dtype"], Lease(SESSION, step))
-        rows = next(iter(stored.values())).rows
-        return {"batch": to_proto(Batch(rows, stored)).SerializeToString().hex()}
-
-    def release(self):
-        return {"freed": self.store.release(SESSION)}
-
-    def configure(self, pause_after=None, break_after=None, always=False):
+    def configure(self, **where: Any) -> dict[str, Any]:
         """Makes streams stop, or break once or always, before the chunk of a number."""
-        self.pause_after, self.break_after, self.always = pause_after, break_after, always
-        self.served_bytes = 0
+        self.streams.configure(**where)
         return {}
 
-    def served(self):
-        return {"bytes": self.served_bytes}
-
-    def flip(self, shard, byte):
-        """Inverts a byte of a shard without the store's knowledge."""
-        self.store._memory(self.store._allocations[shard].shard)[byte] ^= 0xFF
-        return {}
+    def served(self) -> dict[str, Any]:
+        return {"bytes": self.streams.served_bytes}
 
     def limit_device(self, mib):
         """Changes the capacity of the GPU."""
@@ -267,14 +262,16 @@ class Peer:
 
     def end_sessions(self):
         """Ends all sessions, as a restart at the same address does."""
-        self.sources.close()
+        for source in self.sources._sources.values():
+            if source.service:
+                source.close()
         return {}
 
     def pause(self, at, after=0):
         """Pauses the next transfer between GPUs: until `go_on` at copy number `after` or at its `join`, or for ever at
         its `send`. The peer reports the pause."""
         if at == "copy":
-            self.store.copies_left = after
+            self.pausing_store.copies_left = after
             return {}
         assert self.nccl is not None
         if at == "join":
@@ -285,9 +282,9 @@ class Peer:
 
     def go_on(self):
         """Ends all pauses and limits."""
-        self.store.copies_left = None
-        self.store.going_on.set()
-        self.store.going_on = threading.Event()
+        self.pausing_store.copies_left = None
+        self.pausing_store.going_on.set()
+        self.pausing_store.going_on = threading.Event()
         if self.nccl is not None:
             self.nccl.pausing = False
             self.nccl.joining.set()
@@ -295,44 +292,29 @@ class Peer:
         return {}
 
     def communicator_epochs(self):
-        assert self.sources._nccl is not None
-        return {"epochs": [session.epoch for session in self.sources._nccl._sessions.values()]}
+        assert self.sends is not None
+        return {"epochs": [session.epoch for session in self.sends.made._sessions.values()]}
 
     def forge_generation(self):
         """Fills the next slot with its data and a wrong generation."""
-        pack = staging.GENERATION.pack
+        pack = cuda_ipc_source.GENERATION.pack
 
         def forge(generation):
             if generation:
-                staging.GENERATION = struct.Struct("<Q")
+                cuda_ipc_source.GENERATION = struct.Struct("<Q")
             return pack(4711 if generation else 0)
 
-        staging.GENERATION = SimpleNamespace(pack=forge)
+        cuda_ipc_source.GENERATION = SimpleNamespace(pack=forge)
         return {}
 
-    def obey(self, line):
-        command = json.loads(line)
-        try:
-            return getattr(self, command.pop("op"))(**command)
-        except RlhfError as error:
-            return {"error": type(error).__name__, "message": str(error)}
 
-
-def say(**reply):
-    print(json.dumps(reply), flush=True)
-
-
-async def main(arena_mib: int, epoch: int, devices: str, checksums: bool, device_uuid: str) -> None:
-    if devices == "host":
-        cuda, nccl = HostCuda(GPU), HostNccl()
-    else:
-        cuda, nccl = own_cuda(), own_nccl() if why_no_nccl() is None else None
-    peer = Peer(arena_mib << 20, epoch, CountedCuda(cuda), nccl, checksums, device_uuid, say)
-    say(endpoint=endpoint_to_proto(await peer.start()).SerializeToString().hex())
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        say(**peer.obey(line))
-    await peer.close()
+def devices_of(name: str) -> tuple[CountedCuda, Nccl | None]:
+    if name == "host":
+        return CountedCuda(HostCuda(GPU)), HostNccl()
+    return CountedCuda(own_cuda()), own_nccl() if why_no_nccl() is None else None
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "True", sys.argv[5]))
+    arena_mib, epoch, checksums, devices, uuid = sys.argv[1:]
+    store = PausingStore(int(arena_mib) << 20, checksums == "True", say)
+    asyncio.run(serve(PausingPeer(store, int(epoch), *devices_of(devices), uuid, say)))

@@ -10,19 +10,19 @@ import time
 from contract.host_devices import HostCuda, HostNccl
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.wire import from_proto
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.transports import host_id
-from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
-from nccl_transfer.transports.gpu.nccl import NcclTransport
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
+from nccl_transfer.transports.gpu.nccl import NcclReader
 from rlhf.v1 import common_pb2
 
 _, devices, name, batch, within_s = sys.argv
 if devices == "gpu":
-    transport = create_transports([name])[0]
+    transport = create_readers([name])[0]
 elif name == "cuda_ipc":
-    transport = CudaIpcTransport(HostCuda("GPU-of-the-peer"))
+    transport = CudaIpcReader(HostCuda("GPU-of-the-peer"))
 else:
-    transport = NcclTransport(HostNccl(), HostCuda("GPU-of-the-reader"))
+    transport = NcclReader(HostNccl(), HostCuda("GPU-of-the-reader"))
 message = common_pb2.Batch.FromString(bytes.fromhex(batch))
 Fetcher(host_id(), [transport]).fetch(from_proto(message), time.monotonic() + float(within_s))
 print("fetched", flush=True)

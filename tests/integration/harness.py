@@ -29,7 +29,7 @@ from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.protocols import get_protocol
 from nccl_transfer.refs.wire_ranks import mesh_from_proto
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.transports import host_id
 from rlhf.channels import open_channel
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, group_methods
@@ -93,7 +93,7 @@ class Service:
         self._started_unix_ns = max(time.time_ns(), youngest + 1000)
         self.mesh = mesh_from_proto(self.description.mesh)
         self._methods = group_methods(self.description.role)
-        self._fetcher = Fetcher(host_id(), create_transports())
+        self._fetcher = Fetcher(host_id(), create_readers())
 
     @property
     def ranks(self) -> range:

@@ -38,7 +38,7 @@ def test_bytes_that_arrive_wrong_are_no_measurement(monkeypatch):
 
 
 def test_without_a_gpu_a_line_says_why_cuda_ipc_is_left_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(CudaIpcTransport, "unavailable", lambda: "no GPU")
+    monkeypatch.setattr(CudaIpcTransport, "unavailable", lambda self: "no GPU")
     figures = tmp_path / "figures.json"
     ran = CliRunner().invoke(main, ["--part", "cuda_ipc", "--json", str(figures)])
     assert ran.exit_code == 0, ran.output

@@ -18,6 +18,7 @@ from integration.test_server import SOON_S, prompts, start_generation
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, Shard
+from nccl_transfer.transports.tcp_wire import ADVERT
 from rlhf.contract import group_methods
 from rlhf.errors import InvalidRequest, PeerFailed, Refused
 from rlhf.v1 import actor_pb2
@@ -27,6 +28,11 @@ pytestmark = pytest.mark.timeout(120)
 SAMPLING = actor_pb2.Sampling(temperature=1.0, max_new_tokens=4)
 LONG_S = 90.0
 """Deadline of calls that would wait for an address where nobody answers."""
+
+
+def adverts(port: int) -> dict[str, bytes]:
+    """The adverts of a rank with this data port alone."""
+    return {"tcp": ADVERT.pack(port, bytes(16))}
 
 
 def rows_at(endpoint: Endpoint, rows: int = 4) -> Batch:
@@ -52,7 +58,7 @@ def test_a_call_that_names_a_stranger_is_refused_at_once_while_another_goes_on(
     actor: Service, silent: socket.socket
 ) -> None:
     running, call_id = start_generation(actor)
-    stranger = Endpoint(address_of(silent), service="stranger", data_port=silent.getsockname()[1])
+    stranger = Endpoint(address_of(silent), service="stranger", adverts=adverts(silent.getsockname()[1]))
     refused = actor.start("compute_log_prob", rows_at(stranger), temperature=1.0, timeout_s=LONG_S)
     for outcome in refused.outcomes():
         assert type(outcome) is InvalidRequest
@@ -69,7 +75,7 @@ def test_a_call_behind_one_that_names_a_stranger_does_not_wait(
     reference: Service, silent: socket.socket
 ) -> None:
     began = time.monotonic()
-    stranger = Endpoint(address_of(silent), data_port=silent.getsockname()[1], data_key="0" * 32)
+    stranger = Endpoint(address_of(silent), adverts=adverts(silent.getsockname()[1]))
     for _ in range(3):
         pending = reference.start(
             "compute_ref_log_prob", rows_at(stranger), temperature=1.0, timeout_s=LONG_S
@@ -105,7 +111,11 @@ def test_rows_of_another_service_are_read_once_its_ranks_are_introduced_by_this_
         reference.ask("Introduce", session="another", endpoints=[actor.description.ranks[0].endpoint])
     reference.introduce(actor)
     score(reference)
-    for changes in ({"memfd_socket": "another"}, {"data_port": 9}, {"epoch": 1}):
+    for changes in (
+        {"adverts": {**holder.adverts, "memfd": b"another"}},
+        {"adverts": adverts(9)},
+        {"epoch": 1},
+    ):
         with pytest.raises(InvalidRequest, match=f"{holder.address}, as it is given here,"):
             score(reference, rows_at(replace(holder, **changes)))
     score(reference)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from integration.harness import ROOT, Cluster, abstract_sockets
 from integration.listeners import assert_closed, attack, ports_by_process
+from nccl_transfer.transports.tcp_wire import ADVERT
 
 ELSEWHERE = {"store", "nccl"}
 """Names of ports that a deployment on one host without GPUs does not have."""
@@ -35,11 +36,11 @@ def open_ports(cluster: Cluster) -> Iterator[str]:
                 ours = {port for _, port in places.pop(rank.pid)}
                 known = {
                     "rpc": int(rank.endpoint.address.rpartition(":")[2]),
-                    "rows": rank.endpoint.data_port,
+                    "rows": ADVERT.unpack(rank.endpoint.adverts["tcp"])[0],
                 }
                 assert set(known.values()) <= ours
                 yield from known
-                if rank.endpoint.memfd_socket in arenas:
+                if rank.endpoint.adverts["memfd"].decode() in arenas:
                     yield "arena"
                 rest = ours - set(known.values())
                 yield from ["gloo"] * min(len(rest), 2)

@@ -1,5 +1,5 @@
-"""A training engine and a rollout engine of a package outside the repository: they pass the published contracts, and a
-run on them gives the numbers of a run on this project's own."""
+"""A training engine, a rollout engine and a transport of a package outside the repository: they pass the published
+contracts, and a run on them gives the numbers of a run on this project's own."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ RUN_TIMEOUT_S = 200.0
 STEPS = 3
 ROLES = ("actor", "critic", "reference", "reward")
 QUICKSTART = ROOT / "deploy" / "quickstart" / "quickstart.toml"
+OVER_UNIX = {"transports": ("unix",)}
+"""Rows of others are read by the transport of the example alone."""
 OWN: dict[str, dict[str, Any]] = {"actor": {"ranks": 2}, "critic": {"ranks": 2}}
 PLUGINS: dict[str, dict[str, dict[str, Any]]] = {
     "replicated": {
@@ -32,8 +34,8 @@ PLUGINS: dict[str, dict[str, dict[str, Any]]] = {
             "rollout_engine": "plain",
             "rollout_options": {"rows_at_once": 5},
         },
-        "critic": {"ranks": 2, "engine": "replicated"},
-        "reference": {"engine": "replicated"},
+        "critic": {"ranks": 2, "engine": "replicated", **OVER_UNIX},
+        "reference": {"engine": "replicated", **OVER_UNIX},
     },
     "whole weights of a mesh": {
         "actor": {
@@ -121,16 +123,15 @@ load(Path({str(QUICKSTART)!r}), ("services.actor.rollout_engine=plain", "service
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(CONTRACT_TIMEOUT_S + 60)
-def test_both_engines_pass_the_published_contracts(plugins: Path, tmp_path: Path) -> None:
-    tests = tmp_path / "test_engines_of_mine.py"
-    tests.write_text((HERE / "plugin_engine_contracts.py").read_text())
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+def pass_the_contract(file: str, plugins: Path, directory: Path, *options: str) -> None:
+    """Runs a file of contracts where the example is installed, in a process of its own; all tests have to pass."""
+    tests = directory / f"test_{file}"
+    tests.write_text((HERE / file).read_text())
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(directory)]
     ran = subprocess.run(
-        [*command, str(tests)],
+        [*command, *options, str(tests)],
         env={**os.environ, "PYTHONPATH": str(plugins)},
-        cwd=tmp_path,
+        cwd=directory,
         capture_output=True,
         text=True,
         timeout=CONTRACT_TIMEOUT_S,
@@ -138,6 +139,47 @@ def test_both_engines_pass_the_published_contracts(plugins: Path, tmp_path: Path
     assert ran.returncode == 0, ran.stdout[-4000:]
     assert "passed" in ran.stdout
     assert "skipped" not in ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(CONTRACT_TIMEOUT_S + 60)
+def test_both_engines_pass_the_published_contracts(plugins: Path, tmp_path: Path) -> None:
+    pass_the_contract("plugin_engine_contracts.py", plugins, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(CONTRACT_TIMEOUT_S + 60)
+def test_the_transport_passes_the_published_contract(plugins: Path, tmp_path: Path) -> None:
+    pass_the_contract("plugin_transport_contract.py", plugins, tmp_path, "-k", "not gibibyte")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(CONTRACT_TIMEOUT_S + 60)
+def test_the_contract_finds_faults_of_transports(tmp_path: Path) -> None:
+    tests = tmp_path / "test_faulty_transports.py"
+    tests.write_text((HERE / "faulty_transports.py").read_text())
+    chosen = [
+        f"{tests}::TestForgetful::test_rows_of_another_epoch_are_refused",
+        f"{tests}::TestPatient::test_a_peer_that_hangs_ends_the_read_at_its_deadline",
+        f"{tests}::TestLeaking::test_nothing_is_left_open_here_or_there",
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *chosen],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=CONTRACT_TIMEOUT_S,
+    )
+    assert "3 failed" in ran.stdout, ran.stdout[-4000:]
+    for said in ("DID NOT RAISE", "assert (", "after Held("):
+        assert said in ran.stdout, ran.stdout[-4000:]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(CONTRACT_TIMEOUT_S + 60)
+def test_a_gibibyte_arrives_by_the_transport(plugins: Path, tmp_path: Path) -> None:
+    pass_the_contract("plugin_transport_contract.py", plugins, tmp_path, "-k", "gibibyte")
 
 
 def run(config: Config, directory: Path, tables: dict[str, dict[str, Any]]) -> Path:
@@ -180,6 +222,8 @@ def test_a_run_on_plug_ins_gives_the_numbers_of_hf_and_fsdp(
     finished = run(config, tmp_path, PLUGINS[name])
     ours, theirs = read_metrics(finished), read_metrics(own)
     assert len(ours) == len(theirs) > STEPS
+    # Critic and reference read the actor's rows, and the critic those of the reference and the reward too.
+    assert all(step.get("transfer/unix/bytes", 0) > 0 for step in ours[1:]) == (name == "replicated")
     for mine, expected in zip(ours, theirs, strict=True):
         found = {key: mine[key] for key in SAME if key in expected}
         assert found == pytest.approx({key: expected[key] for key in found}, rel=RELATIVE, abs=ABSOLUTE)

@@ -28,7 +28,7 @@ from integration.harness import Cluster, Processes, free_ports, take_rows, under
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.transports import host_id
 from rlhf.errors import ConfigError, InvalidRequest, RewardFailed
 from rlhf.v1 import actor_pb2, reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -180,7 +180,7 @@ def test_a_model_scores_the_tokens_it_fetches_from_the_actor(cluster: Cluster, t
         prompts = FutureBatch.of(prompt=["12+3=", "1", "99+99="] * 3)
         batch = prompts | actor.generate_sequences(prompts, SAMPLING)
         found = rewards(reward.compute_reward(batch))
-        fetcher = Fetcher(host_id(), create_transports())
+        fetcher = Fetcher(host_id(), create_readers())
         values = fetcher.fetch(
             batch.result(["prompt_ids", "response_ids"], TIMEOUT_S), time.monotonic() + TIMEOUT_S
         ).values

@@ -123,7 +123,7 @@ class Controller:
         wait_until(has_come, RUN_TIMEOUT_S, f"step {step}")
         for name, table in self.config.services.items():
             service = Service(name, table.address)
-            self.sockets |= {rank.endpoint.memfd_socket for rank in service.description.ranks}
+            self.sockets |= {rank.endpoint.adverts["memfd"].decode() for rank in service.description.ranks}
             service.close()
         if "--launch" in self.arguments:
             assert_closed(self.processes.living(), self.config)

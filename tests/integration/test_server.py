@@ -110,7 +110,7 @@ def test_describe_says_who_and_where_every_rank_is(actor: Service, task: Task) -
     assert [info.position.data for info in said.ranks] == [0, 1]
     for read in (
         lambda info: info.endpoint.address,
-        lambda info: info.endpoint.memfd_socket,
+        lambda info: info.endpoint.adverts["memfd"],
         lambda info: info.pid,
     ):
         assert len({read(info) for info in said.ranks} - {"", 0}) == 2

@@ -35,7 +35,7 @@ from integration.harness import (
 from integration.proxy import Proxy
 from integration.test_server import MANY_EPOCHS, training_rows
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.transports import host_id
 from rlhf.contract import SERVICES, group_methods
 from rlhf.errors import ConfigError, InvalidRequest, Refused
@@ -202,7 +202,7 @@ def test_a_group_moves_saves_loads_and_traces_its_ranks(cluster: Cluster, tmp_pa
     with connected(cluster.select(actor="actor"), session) as run:
         actor = run.group("actor")
         assert isinstance(actor, ActorGroup)
-        reader = ColumnReader(Fetcher(host_id(), create_transports()), session, TIMEOUT_S)
+        reader = ColumnReader(Fetcher(host_id(), create_readers()), session, TIMEOUT_S)
 
         def losses() -> list[float]:
             made = actor.compute_loss(FutureBatch.of(text=["1+1=2", "2+2=", "7"]))

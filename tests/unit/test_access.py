@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+import rlhf
+from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
+from nccl_transfer.transports.gpu.cuda_ipc_source import CudaIpcSource
+from nccl_transfer.transports.gpu.nccl import NcclTransport
+from nccl_transfer.transports.gpu.nccl_source import NcclSource
+from nccl_transfer.transports.grpc_stream import GrpcSource
 from rlhf.access import LIBRARY_METHODS, Access
-from rlhf.contract import SERVICES, Method, role_methods
+from rlhf.contract import SERVICES, Method, role_methods, service_methods
 from rlhf.roles import BUILT_IN
 from rlhf.v1 import common_pb2
 
+TRANSPORTS = {name: service_methods(f"rlhf.v1.{name}_pb2:{service}") for name, service in
+              (("nccl", "NcclService"), ("cuda_ipc", "CudaIpcService"))}  # fmt: skip
+"""Methods of the services that transports bring, by name of the transport."""
 READ = {"worker/Describe", "worker/Watch", "transfer/Stat"}
 ADMINISTER = {"worker/AwaitCheckpoint", "worker/Profile", "worker/SaveCheckpoint", "worker/LoadCheckpoint"}
 CALL = {
@@ -24,8 +34,9 @@ CALL = {
     *(f"reward/{name}" for name in ("ComparePairs", "ComputeReward", "UpdateReward")),
     *(f"worker/{name}" for name in ("BeginSession", "Cancel", "Dispatch", "EndSession", "Introduce", "Offload",
                                     "Onload", "Release", "Synchronize", "VerifyWeights")),
-    *(f"transfer/{name}" for name in ("Abort", "Attach", "Commit", "Fetch", "MarkCorrupt", "OpenStaging", "Prepare",
-                                      "Put", "Stage", "TakeRelayed")),
+    *(f"transfer/{name}" for name in ("Fetch", "MarkCorrupt", "Put", "TakeRelayed")),
+    *(f"nccl/{name}" for name in ("Abort", "Attach", "Commit", "Prepare")),
+    *(f"cuda_ipc/{name}" for name in ("OpenStaging", "Stage")),
 }  # fmt: skip
 
 
@@ -40,15 +51,24 @@ def names(services: Mapping[str, Mapping[str, Method]], access: Access) -> set[s
 
 def test_every_method_of_every_role_is_of_the_class_that_it_is_known_for() -> None:
     """A new method has to be added here, and with it the decision who may call it."""
-    services = {**SERVICES, **{role: role_methods(role) for role in BUILT_IN}}
+    services = {**SERVICES, **TRANSPORTS, **{role: role_methods(role) for role in BUILT_IN}}
     assert names(services, Access.READ) == READ
     assert names(services, Access.CALL) == CALL
     assert names(services, Access.ADMINISTER) == ADMINISTER
 
 
-@pytest.mark.parametrize("service", ["worker", "transfer"])
+def test_the_services_of_transports_are_those_of_their_sources() -> None:
+    """All messages and services of this project are in the tests of this file."""
+    sources = {NcclTransport.name: NcclSource, CudaIpcTransport.name: CudaIpcSource, "transfer": GrpcSource}
+    known = {**TRANSPORTS, "transfer": SERVICES["transfer"]}
+    assert {name: service_methods(source.service) for name, source in sources.items()} == known
+    protos = Path(rlhf.__file__).parent / "v1"
+    assert {path.stem for path in protos.glob("*.proto")} == {"common", *SERVICES, *TRANSPORTS}
+
+
+@pytest.mark.parametrize("service", ["worker", "transfer", *TRANSPORTS])
 def test_a_method_that_every_rank_serves_says_its_class(service: str) -> None:
-    for method in SERVICES[service].values():
+    for method in {**SERVICES, **TRANSPORTS}[service].values():
         assert declared(method), f"{method.path} lacks the option (rlhf.v1.access)"
 
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.byte_server import ByteServer
+from nccl_transfer.transports.tcp_source import TcpSource
 from rlhf import addresses
 from rlhf.errors import ConfigError
 from rlhf.security import Security, adopted
@@ -59,7 +59,7 @@ def test_a_service_started_by_hand_can_listen_or_names_the_key(
 
 def test_bytes_are_served_on_all_addresses_to_ipv4_too() -> None:
     store = TensorStore(1 << 16)
-    server = ByteServer(store, "::")
+    server = TcpSource(store, "::")
     for host in ("127.0.0.1", "::1"):
         socket.create_connection((host, server.port), timeout=10).close()
     server.close()

@@ -20,7 +20,7 @@ from rlhf.v1 import common_pb2 as pb
 
 RANKS = [
     Endpoint(
-        f"host:{7000 + rank}", "host", f"socket {rank}", 2, "actor", rank, "GPU", 8000 + rank, "key", 22703
+        f"host:{7000 + rank}", "host", 2, "actor", rank, {"memfd": b"socket %d" % rank, "tcp": b"\0\xff"}
     )
     for rank in range(3)
 ]

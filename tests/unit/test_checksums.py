@@ -17,7 +17,7 @@ from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.errors import InvalidRequest, Refused, TransferError
 
-ENDPOINT = Endpoint("127.0.0.1:7001", "host", "socket", 3, "actor", 0)
+ENDPOINT = Endpoint("127.0.0.1:7001", "host", 3, "actor", 0)
 LEASE = Lease("run", 1)
 SIZES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 5]
 

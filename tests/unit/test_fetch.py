@@ -14,13 +14,13 @@ from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, Shard
-from nccl_transfer.transports import Reading, Transport
+from nccl_transfer.transports import Reader, Reading
 from rlhf.errors import ServiceLost
 
 SOURCES = [Endpoint(f"127.0.0.1:{number}") for number in range(1, 7)]
 
 
-class OneIsLost(Transport):
+class OneIsLost(Reader):
     """The first source is lost; the second answers once it may; the others answer at once."""
 
     name = "one-is-lost"
@@ -31,6 +31,9 @@ class OneIsLost(Transport):
 
     def why_not(self, source: Endpoint, host_id: str) -> None:
         return None
+
+    def check_advert(self, advert: bytes) -> None:
+        pass
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         self.asked.append(source)

@@ -20,9 +20,12 @@ from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.arena import ArenaReader
 from nccl_transfer.store.store import Lease, TensorStore
-from nccl_transfer.transports import GrpcTransport, TcpTransport, Transport, byte_server, serve_fetch
-from nccl_transfer.transports.byte_server import ByteServer
+from nccl_transfer.transports import Reader, tcp_source
+from nccl_transfer.transports.grpc_stream import GrpcReader, serve_fetch
 from nccl_transfer.transports.sink import Sink
+from nccl_transfer.transports.tcp import TcpReader
+from nccl_transfer.transports.tcp_source import TcpSource
+from nccl_transfer.transports.tcp_wire import ADVERT
 from rlhf.errors import InvalidRequest, OutOfSpace, ServiceLost, TransferError
 from rlhf.v1 import common_pb2 as pb
 from rlhf.v1 import transfer_pb2
@@ -118,12 +121,12 @@ def test_a_size_that_only_the_message_knows_of_takes_no_memory_by_tcp(claim: int
     store.endpoint = Endpoint("127.0.0.1:1", epoch=1)
     real = store.put(np.arange(8), Lease("run", 1))
     small = store.put(np.arange(8), Lease("run", 1))
-    with contextlib.closing(store), contextlib.closing(ByteServer(store, "127.0.0.1")) as server:
-        source = replace(store.endpoint, data_port=server.port, data_key=server.key)
+    with contextlib.closing(store), contextlib.closing(TcpSource(store, "127.0.0.1")) as server:
+        source = replace(store.endpoint, adverts={"tcp": server.advert()})
         claimed = replace(real, endpoint=source, nbytes=claim)
         # The first range is good: the source does not begin before it has looked at the second.
         ranges = [ByteRange(replace(small, endpoint=source), 0, 64), ByteRange(claimed, 0, claim)]
-        with no_more_than(16 << 20), contextlib.closing(TcpTransport()) as transport:
+        with no_more_than(16 << 20), contextlib.closing(TcpReader()) as transport:
             with pytest.raises(TransferError, match="reach beyond shard"):
                 transport.read(source, ranges, time.monotonic() + 10)
             read = transport.read(source, ranges[:1], time.monotonic() + 10)
@@ -131,11 +134,11 @@ def test_a_size_that_only_the_message_knows_of_takes_no_memory_by_tcp(claim: int
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
-@pytest.mark.parametrize("transport", [TcpTransport, GrpcTransport])
-def test_a_source_that_cannot_be_reached_takes_no_memory(claim: int, transport: type[Transport]):
+@pytest.mark.parametrize("transport", [TcpReader, GrpcReader])
+def test_a_source_that_cannot_be_reached_takes_no_memory(claim: int, transport: type[Reader]):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    source = Endpoint(f"127.0.0.1:{port}", data_port=port, data_key="0" * 32)
+    source = Endpoint(f"127.0.0.1:{port}", adverts={"tcp": ADVERT.pack(port, bytes(16))})
     claimed = ByteRange(Shard(source, 1, 64, claim), 0, claim)
     with no_more_than(16 << 20), contextlib.closing(transport()) as reader, pytest.raises(ServiceLost):
         reader.read(source, [claimed], time.monotonic() + 10)
@@ -191,13 +194,13 @@ def test_a_file_in_place_of_an_arena_is_not_mapped(tmp_path):
 
 
 @pytest.fixture
-def server() -> Iterator[ByteServer]:
+def server() -> Iterator[TcpSource]:
     store = TensorStore(1 << 16)
-    with contextlib.closing(store), contextlib.closing(ByteServer(store, "127.0.0.1")) as server:
+    with contextlib.closing(store), contextlib.closing(TcpSource(store, "127.0.0.1")) as server:
         yield server
 
 
-def test_connections_without_the_key_cost_no_thread(server: ByteServer):
+def test_connections_without_the_key_cost_no_thread(server: TcpSource):
     threads = threading.active_count()
     with contextlib.ExitStack() as opened:
         connect = lambda: socket.create_connection(("127.0.0.1", server.port), timeout=10)  # noqa: E731
@@ -211,9 +214,9 @@ def test_connections_without_the_key_cost_no_thread(server: ByteServer):
 
 
 def test_the_oldest_connection_without_the_key_makes_room_for_a_new_one(
-    server: ByteServer, monkeypatch: pytest.MonkeyPatch
+    server: TcpSource, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(byte_server, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(tcp_source, "MAX_STRANGERS", 4)
     with contextlib.ExitStack() as opened:
         strangers = [
             opened.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
@@ -226,9 +229,9 @@ def test_the_oldest_connection_without_the_key_makes_room_for_a_new_one(
 
 
 def test_half_a_header_is_waited_for_no_longer_than_the_stall_time(
-    server: ByteServer, monkeypatch: pytest.MonkeyPatch
+    server: TcpSource, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(byte_server, "STALL_S", 0.2)
+    monkeypatch.setattr(tcp_source, "STALL_S", 0.2)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as stranger:
         stranger.sendall(b"rlhf")
         begun = time.monotonic()

@@ -20,7 +20,9 @@ from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.refs.wire_ranks import endpoint_to_proto
+from nccl_transfer.registry import create_readers
 from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.transports.tcp_wire import ADVERT
 from rlhf.contract import group_methods
 from rlhf.errors import InvalidRequest, Refused
 from rlhf.v1 import common_pb2 as pb
@@ -31,21 +33,34 @@ from services.runtime.worker import CallContext, CallResult, CallRows, register
 from settings.reference import ReferenceTable
 
 KEY = "0123456789abcdef" * 2
-OTHER = Endpoint("10.0.0.2:7101", "host", "rlhf-" + KEY, 5, "actor", 1, "", 40000, KEY, 22703)
-OWN = Endpoint("10.0.0.1:7101", "host", "rlhf-" + KEY, 5, "reference", 0, "", 40001, KEY)
-PEER = Endpoint("10.0.0.1:33333", "host", "", 5, "reference", 1)
+SOCKET = b"rlhf-" + KEY.encode()
+
+
+def adverts(port: int = 40000, key: bytes = bytes(range(16)), socket: bytes = SOCKET) -> dict[str, bytes]:
+    return {"memfd": socket, "tcp": ADVERT.pack(port, key)}
+
+
+OTHER = Endpoint("10.0.0.2:7101", "host", 5, "actor", 1, adverts())
+OWN = Endpoint("10.0.0.1:7101", "host", 5, "reference", 0, adverts(40001))
+PEER = Endpoint("10.0.0.1:33333", "host", 5, "reference", 1)
 
 
 def proto(endpoint: Endpoint = OTHER, **changes: Any) -> pb.Endpoint:
     message = endpoint_to_proto(endpoint)
     for name, value in changes.items():
-        setattr(message, name, value)
+        if name == "adverts":
+            message.adverts.clear()
+            message.adverts.update(value)
+        else:
+            setattr(message, name, value)
     return message
 
 
 @pytest.fixture
-def table() -> Introductions:
-    return Introductions(lambda: (None, OWN, PEER))
+def table() -> Iterator[Introductions]:
+    fetcher = Fetcher("host", create_readers(["memfd", "tcp", "grpc"]))
+    yield Introductions(lambda: (None, OWN, PEER), fetcher.check_adverts)
+    fetcher.close()
 
 
 def names(table: Introductions, session: str, *endpoints: pb.Endpoint) -> str:
@@ -81,12 +96,12 @@ def test_what_a_session_introduced_is_known_to_it_alone_until_it_ends(table: Int
     [
         {"address": "10.0.0.2:7102"},
         {"host_id": "another"},
-        {"memfd_socket": "rlhf-" + KEY[::-1]},
         {"epoch": 4},
-        {"data_port": 40002},
-        {"data_key": KEY[::-1]},
-        {"device_uuid": "GPU-1"},
-        {"nccl_version": 1},
+        {"adverts": adverts(socket=b"rlhf-" + KEY[::-1].encode())},
+        {"adverts": adverts(40002)},
+        {"adverts": adverts(key=bytes(16))},
+        {"adverts": {"tcp": adverts()["tcp"]}},
+        {"adverts": {**adverts(), "unknown": b""}},
     ],
 )
 @pytest.mark.parametrize("known", [OTHER, OWN])
@@ -123,9 +138,13 @@ def test_a_rank_that_comes_back_under_a_new_epoch_takes_the_place_of_the_old(tab
         ({"address": "dns:///10.0.0.2:7101"}, "not a host alone"),
         ({"address": "::1:7101"}, "in brackets"),
         ({"address": "0.0.0.0:7101"}, "no address that others can connect to"),
-        ({"memfd_socket": "/tmp/.X11-unix/X0"}, "memfd_socket"),
-        ({"data_port": 65536}, "data_port: 65536"),
-        ({"data_key": "xyz"}, "data_key: not 32 hexadecimal digits"),
+        (
+            {"adverts": adverts(socket=b"/tmp/.X11-unix/X0")},
+            "adverts: transport memfd: b'/tmp/.* is no name",
+        ),
+        ({"adverts": adverts(0)}, "adverts: transport tcp: port 0"),
+        ({"adverts": {"tcp": b"xyz"}}, "adverts: transport tcp: 3 bytes, not the 18"),
+        ({"adverts": {"grpc": b"xyz"}}, "adverts: transport grpc: 3 bytes, where there are none"),
         ({"service": "x" * 1024}, "at most 1024 are allowed"),
     ],
 )

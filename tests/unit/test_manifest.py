@@ -13,8 +13,8 @@ from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.transports.gpu.manifest import check_manifest, manifest_item
 from rlhf.errors import InvalidRequest
-from rlhf.v1 import common_pb2
-from rlhf.v1 import transfer_pb2 as pb
+from rlhf.v1 import common_pb2, transfer_pb2
+from rlhf.v1 import nccl_pb2 as pb
 
 SOURCE = Endpoint("source:1")
 ROWS, ROW_SHAPE = 20_000, (3, 2)
@@ -70,7 +70,7 @@ def test_bytes_of_which_nothing_is_known_have_no_shape():
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(dtype, shape, nbytes, text):
-    r = pb.ByteRange(shard=1, start=0, nbytes=96)
+    r = transfer_pb2.ByteRange(shard=1, start=0, nbytes=96)
     item = pb.ManifestItem(range=r, column="x", dtype=dtype, shape=shape)
     with pytest.raises(InvalidRequest, match=text):
         check_manifest([item], nbytes)

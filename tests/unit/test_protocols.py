@@ -198,7 +198,9 @@ def test_data_groups_differ_by_at_most_one_row(name, rows, mesh):
 
 def test_an_unknown_name_lists_the_known_ones():
     known = "3D_ALL_MICRO_DP, 3D_PP_AS_DP, 3D_PP_ONLY, 3D_PROTO, ALL_TO_ALL, DP_METRIC, DP_PROTO, ONE_TO_ALL"
-    with pytest.raises(ConfigError, match=f"'3D_PORTO'; known: {known}$"):
+    with pytest.raises(
+        ConfigError, match=f"'3D_PORTO' is unknown; did you mean '3D_PROTO'.; known: {known}, or module:"
+    ):
         get_protocol("3D_PORTO")
 
 
@@ -281,7 +283,7 @@ def install(site: Path, name: str, value: str) -> None:
 
 
 def test_an_installed_package_brings_a_protocol(tmp_path, monkeypatch):
-    install(tmp_path, "REVERSED", "their_protocols:Reversed")
+    install(tmp_path, "REVERSED", "their_protocols:reversed_rows")
     (tmp_path / "their_protocols.py").write_text(
         "from nccl_transfer.refs.protocols import DataParallel\n"
         "class Reversed(DataParallel):\n"
@@ -290,10 +292,12 @@ def test_an_installed_package_brings_a_protocol(tmp_path, monkeypatch):
         "        return mesh.size - 1 - rank\n"
         "    def collect(self, mesh):\n"
         "        return list(reversed(range(mesh.size)))\n"
+        "reversed_rows = Reversed()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "REVERSED" in protocol_names()
-    assert distributed("REVERSED", 5, Mesh(data=2)) == [[3, 4], [0, 1, 2]]
+    for name in ("REVERSED", "their_protocols:reversed_rows"):
+        assert distributed(name, 5, Mesh(data=2)) == [[3, 4], [0, 1, 2]]
 
 
 def test_a_package_that_cannot_be_imported_is_shown_with_its_cause(tmp_path, monkeypatch):
@@ -301,6 +305,6 @@ def test_a_package_that_cannot_be_imported_is_shown_with_its_cause(tmp_path, mon
     (tmp_path / "broken_protocols.py").write_text("import a_module_that_is_not_there\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(
-        ConfigError, match=r"'BROKEN' of broken_protocols:Broken .* 'a_module_that_is_not_there'"
+        ConfigError, match=r"transfer protocol 'broken_protocols:Broken' .* 'a_module_that_is_not_there'"
     ):
         get_protocol("BROKEN")

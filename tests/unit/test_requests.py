@@ -33,7 +33,7 @@ from nccl_transfer.refs.dtypes import TEXT
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import host_id
 from rlhf.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, Refused, TransferError
@@ -147,7 +147,7 @@ def test_what_the_controller_sends_does_not_grow_with_the_ranks_that_share_a_par
         session = Session(timeout_s=TIMEOUT_S)
         with (
             connected(servers, session) as ranks,
-            contextlib.closing(Fetcher(host_id(), create_transports())) as fetcher,
+            contextlib.closing(Fetcher(host_id(), create_readers())) as fetcher,
         ):
             made = ranks.call("compute_ref_log_prob", FutureBatch.of(**values_of(batch)), temperature=1.0)
             result = made.result(["ref_log_probs"], TIMEOUT_S)

@@ -26,7 +26,7 @@ from controller.role_groups.roles import group_type
 from controller.training.algorithm import Algorithm
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.columns import Jagged
-from nccl_transfer.registry import create_transports
+from nccl_transfer.registry import create_readers
 from nccl_transfer.transports import host_id
 from rlhf.access import Access
 from rlhf.contract import group_methods, role_methods
@@ -208,7 +208,7 @@ def test_a_role_of_another_package_is_served_found_and_called(monkeypatch: pytes
     def use() -> np.ndarray:
         with (
             contextlib.closing(Cluster(config, Session(timeout_s=TIMEOUT_S))) as cluster,
-            contextlib.closing(Fetcher(host_id(), create_transports())) as fetcher,
+            contextlib.closing(Fetcher(host_id(), create_readers())) as fetcher,
         ):
             cluster.connect()
             assert cluster.descriptions["lengths"].role == name

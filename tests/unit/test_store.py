@@ -22,7 +22,7 @@ from nccl_transfer.store.arena import ALIGNMENT, COPIED_BYTES, FreeList
 from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.errors import OutOfSpace, Refused, TransferError
 
-ENDPOINT = Endpoint("127.0.0.1:7001", "host", "socket", 3, "actor", 0)
+ENDPOINT = Endpoint("127.0.0.1:7001", "host", 3, "actor", 0)
 LEASE = Lease("run", 1)
 
 

@@ -17,7 +17,8 @@ from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, Shard
-from nccl_transfer.transports import Reading, Traffic, Transport, traffic_to_proto
+from nccl_transfer.transfer_service import traffic_to_proto
+from nccl_transfer.transports import Reader, Reading, Traffic
 from rlhf.v1 import actor_pb2
 
 
@@ -56,7 +57,7 @@ def test_bytes_and_seconds_add_up_over_ranks_and_calls_and_give_the_rate() -> No
     }
 
 
-class HeldTransport(Transport):
+class HeldReader(Reader):
     """Reads zeros; its first read waits until another has ended."""
 
     name = "held"
@@ -66,6 +67,9 @@ class HeldTransport(Transport):
 
     def why_not(self, source: Endpoint, host_id: str) -> None:
         return None
+
+    def check_advert(self, advert: bytes) -> None:
+        pass
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         if not self.begun.is_set():
@@ -78,7 +82,7 @@ class HeldTransport(Transport):
 
 
 def test_the_traffic_of_a_fetch_is_its_own_also_beside_another() -> None:
-    transport = HeldTransport()
+    transport = HeldReader()
     fetcher = Fetcher("host", [transport])
     column = RemoteColumn.of_shard("int64", (), np.array([1]), Shard(Endpoint("10.0.0.1:7101"), 1, 64, 8))
     batch = Batch(1, {"ids": column})

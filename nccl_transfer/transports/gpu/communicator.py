@@ -28,7 +28,7 @@ READER, SOURCE = 0, 1
 
 class CommunicatorError(Exception):
     """A communicator failed or was aborted, and can no longer be used. The transport converts this to one of the
-    errors that `Transport.read` may raise."""
+    errors that `Reader.read` may raise."""
 
 
 @dataclass(frozen=True, slots=True)

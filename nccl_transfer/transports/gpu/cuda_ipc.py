@@ -11,7 +11,6 @@ for another request.
 from __future__ import annotations
 
 import itertools
-import struct
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,16 +23,16 @@ import numpy as np
 
 from nccl_transfer.refs.ranges import ByteRange, cut_chunks
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.base import Reading, Transport, layout, remaining_s
-from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, own_cuda, why_no_cuda
+from nccl_transfer.store.store import TensorStore
+from nccl_transfer.transports.base import HOST_TO_DEVICE, HOST_TO_HOST, Reader, Reading, Transport
+from nccl_transfer.transports.common import layout, remaining_s
+from nccl_transfer.transports.gpu.cuda_ipc_source import GENERATION, HEADER_BYTES, SLOT_BYTES, CudaIpcSource
+from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, check_uuid, own_cuda, why_no_cuda
 from nccl_transfer.transports.gpu.liveness import LivenessStream, liveness_channel, wait_for_answer
 from nccl_transfer.transports.gpu.peer_connection import PeerConnection, PeerConnections
 from rlhf.errors import TransferError
-from rlhf.v1 import transfer_pb2 as pb
-
-HEADER_BYTES = 64
-GENERATION = struct.Struct("<Q")
-"""Format of the generation, the first field of the header of a slot."""
+from rlhf.v1 import cuda_ipc_pb2 as pb
+from rlhf.v1.cuda_ipc_pb2_grpc import CudaIpcServiceStub
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +53,30 @@ def cut_slots(ranges: Sequence[ByteRange], slot_bytes: int) -> Iterator[list[_Pi
         ]
 
 
-class CudaIpcTransport(Transport):
+class CudaIpcReader(Reader):
     """Reads from a source on the same GPU, through staging memory that the source shares by CUDA IPC.
 
     Args:
-        cuda: The GPU. Default: the current device of this process.
+        cuda: The GPU.
         channel: Opens a channel to an address; called again after a source has ended.
     """
 
     name = "cuda_ipc"
 
-    def __init__(
-        self, cuda: Cuda | None = None, channel: Callable[[str], grpc.Channel] = liveness_channel
-    ) -> None:
-        self._cuda = cuda or own_cuda()
+    def __init__(self, cuda: Cuda, channel: Callable[[str], grpc.Channel] = liveness_channel) -> None:
+        self._cuda = cuda
         self._clients = PeerConnections(partial(StagingClient, self._cuda), channel)
 
-    @classmethod
-    def unavailable(cls) -> str | None:
-        return why_no_cuda()
-
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
-        if not source.device_uuid:
+        advert = source.adverts.get(self.name)
+        if advert is None:
             return "it has no GPU"
-        if source.device_uuid != self._cuda.uuid:
-            return f"it is on {source.device_uuid}, not on {self._cuda.uuid}"
+        if advert != self._cuda.uuid.encode():
+            return f"it is on {advert.decode(errors='replace')}, not on {self._cuda.uuid}"
         return None
+
+    def check_advert(self, advert: bytes) -> None:
+        check_uuid(advert)
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         offsets, total = layout(r.nbytes for r in ranges)
@@ -92,14 +89,6 @@ class CudaIpcTransport(Transport):
         return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
-        """Reads into device memory instead of host memory. Arguments as in `read`.
-
-        Returns:
-            A buffer that contains each range at its offset in `layout` of the sizes of the ranges.
-
-        Raises:
-            OutOfSpace: The GPU has too little free memory. Other errors as raised by `read`.
-        """
         buffer = DeviceBuffer(self._cuda, layout(r.nbytes for r in ranges)[1])
 
         def copy(target: int, pointer: int, nbytes: int) -> None:
@@ -146,11 +135,11 @@ class _MappedStaging:
         self.liveness.cancel()
 
 
-class StagingClient(PeerConnection):
+class StagingClient(PeerConnection[CudaIpcServiceStub]):
     """Reads from the staging memory of one source, one read at a time; concurrent reads wait for each other."""
 
     def __init__(self, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
-        super().__init__(channel)
+        super().__init__(channel, CudaIpcServiceStub)
         self._cuda = cuda
         self._reader = uuid.uuid4().hex
         self._staging: _MappedStaging | None = None
@@ -181,7 +170,7 @@ class StagingClient(PeerConnection):
             deadline: Time on the clock of `time.monotonic`, in seconds.
 
         Raises:
-            TransferError: A slot was filled for another request. Other errors as raised by `Transport.read`.
+            TransferError: A slot was filled for another request. Other errors as raised by `Reader.read`.
         """
         with self.turn(source, str(source), deadline):
             try:
@@ -252,3 +241,29 @@ class StagingClient(PeerConnection):
         found = staging.generation(slot)
         if found != expected:
             raise TransferError(f"{source}: slot {slot} holds generation {found}, not {expected}")
+
+
+class CudaIpcTransport(Transport):
+    """Copies between processes on the same GPU; the advert is the UUID of the GPU.
+
+    Args:
+        cuda: The GPU. Default: the current device of this process.
+        slot_bytes: Data bytes of a slot of the staging memory. Default: SLOT_BYTES, 32 MiB.
+    """
+
+    name = CudaIpcReader.name
+    routes = frozenset({HOST_TO_HOST, HOST_TO_DEVICE})
+    is_secure = True
+
+    def __init__(self, cuda: Cuda | None = None, slot_bytes: int = SLOT_BYTES) -> None:
+        self._cuda = cuda
+        self._slot_bytes = slot_bytes
+
+    def unavailable(self) -> str | None:
+        return why_no_cuda()
+
+    def source(self, store: TensorStore, host: str) -> CudaIpcSource:
+        return CudaIpcSource(store, self._cuda or own_cuda(), self._slot_bytes)
+
+    def reader(self) -> CudaIpcReader:
+        return CudaIpcReader(self._cuda or own_cuda())

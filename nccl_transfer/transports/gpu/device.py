@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import re
 import threading
 import uuid
 import weakref
@@ -143,6 +144,12 @@ def cupy(module: str) -> Any:
         ImportError: cupy is not installed.
     """
     return importlib.import_module(f"cupy.{module}")
+
+
+def check_uuid(uuid: bytes) -> None:
+    """Raises ValueError where bytes cannot be the UUID of a GPU."""
+    if not re.fullmatch(rb"[!-~]{1,64}", uuid):
+        raise ValueError(f"{uuid[:100]!r} is no UUID of a GPU")
 
 
 @functools.cache

@@ -9,14 +9,14 @@ from nccl_transfer.refs.dtypes import ELEMENT_BYTES
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.wire import DTYPES, ELEMENT_TYPES
 from rlhf.errors import InvalidRequest
-from rlhf.v1 import common_pb2
-from rlhf.v1 import transfer_pb2 as pb
+from rlhf.v1 import common_pb2, transfer_pb2
+from rlhf.v1 import nccl_pb2 as pb
 
 
 def manifest_item(r: ByteRange) -> pb.ManifestItem:
     """Returns the manifest item of a range, with column, element type and shape where known."""
     return pb.ManifestItem(
-        range=pb.ByteRange(shard=r.shard.id, start=r.start, nbytes=r.nbytes),
+        range=transfer_pb2.ByteRange(shard=r.shard.id, start=r.start, nbytes=r.nbytes),
         column=r.column,
         dtype=ELEMENT_TYPES[r.dtype] if r.dtype else common_pb2.ELEMENT_TYPE_UNSPECIFIED,
         shape=r.shape,

@@ -16,24 +16,27 @@ import numpy as np
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.base import Reading, Transport, layout
+from nccl_transfer.store.store import TensorStore
+from nccl_transfer.transports.base import HOST_TO_DEVICE, HOST_TO_HOST, Reader, Reading, Transport
+from nccl_transfer.transports.common import layout
 from nccl_transfer.transports.gpu.communicator import (
     Nccl,
     own_nccl,
     version_text,
     why_no_nccl,
 )
-from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, own_cuda
+from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, check_uuid, own_cuda
 from nccl_transfer.transports.gpu.liveness import liveness_channel
 from nccl_transfer.transports.gpu.nccl_client import NcclClient
+from nccl_transfer.transports.gpu.nccl_source import ADVERT, NcclSource
 from nccl_transfer.transports.gpu.peer_connection import PeerConnections
 
 
-class NcclTransport(Transport):
+class NcclReader(Reader):
     """Receives bytes from the GPUs of other ranks into this rank's GPU; `read` then copies them to host memory.
 
     Args:
-        nccl, cuda: NCCL and the GPU. Default: NCCL by cupy, and the current device of this process.
+        nccl, cuda: NCCL and the GPU.
         channel: Opens a channel to an address; called again after a source has ended.
     """
 
@@ -41,29 +44,29 @@ class NcclTransport(Transport):
 
     def __init__(
         self,
-        nccl: Nccl | None = None,
-        cuda: Cuda | None = None,
+        nccl: Nccl,
+        cuda: Cuda,
         channel: Callable[[str], grpc.Channel] = liveness_channel,
     ) -> None:
-        self._cuda = cuda or own_cuda()
-        self._nccl = nccl or own_nccl()
+        self._cuda = cuda
+        self._nccl = nccl
         self._clients = PeerConnections(partial(NcclClient, self._nccl, self._cuda), channel)
 
-    @classmethod
-    def unavailable(cls) -> str | None:
-        return why_no_nccl()
-
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
-        if not source.device_uuid:
-            return "it has no GPU"
-        if source.device_uuid == self._cuda.uuid:
-            return f"both are on {source.device_uuid}, and NCCL takes one rank per GPU"
-        if not source.nccl_version:
+        advert = source.adverts.get(self.name, b"")
+        if len(advert) <= ADVERT.size:
             return "it offers no NCCL"
-        if source.nccl_version != self._nccl.version:
-            there, here = version_text(source.nccl_version), version_text(self._nccl.version)
-            return f"NCCL is {there} there and {here} here"
+        (version,), device = ADVERT.unpack_from(advert), advert[ADVERT.size :]
+        if device == self._cuda.uuid.encode():
+            return f"both are on {self._cuda.uuid}, and NCCL takes one rank per GPU"
+        if version != self._nccl.version:
+            return f"NCCL is {version_text(version)} there and {version_text(self._nccl.version)} here"
         return None
+
+    def check_advert(self, advert: bytes) -> None:
+        if len(advert) <= ADVERT.size:
+            raise ValueError(f"{len(advert)} bytes, too few for a version of NCCL and the UUID of a GPU")
+        check_uuid(advert[ADVERT.size :])
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         buffer = self.receive(source, ranges, deadline)
@@ -76,15 +79,32 @@ class NcclTransport(Transport):
         return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
-        """Reads into this rank's GPU instead of host memory. Arguments as in `read`.
-
-        Returns:
-            A buffer that contains each range at its offset in `layout` of the sizes of the ranges.
-
-        Raises:
-            OutOfSpace: One of the two GPUs has too little free memory. Other errors as raised by `read`.
-        """
         return self._clients.to(source).receive(source, ranges, deadline)
 
     def close(self) -> None:
         self._clients.close()
+
+
+class NcclTransport(Transport):
+    """Sends between GPUs by NCCL, in plaintext between hosts; the advert is the version of NCCL and the UUID of the
+    GPU.
+
+    Args:
+        nccl, cuda: NCCL and the GPU. Default: NCCL by cupy, and the current device of this process.
+    """
+
+    name = NcclReader.name
+    routes = frozenset({HOST_TO_HOST, HOST_TO_DEVICE})
+
+    def __init__(self, nccl: Nccl | None = None, cuda: Cuda | None = None) -> None:
+        self._nccl = nccl
+        self._cuda = cuda
+
+    def unavailable(self) -> str | None:
+        return why_no_nccl()
+
+    def source(self, store: TensorStore, host: str) -> NcclSource:
+        return NcclSource(store, self._nccl or own_nccl(), self._cuda or own_cuda())
+
+    def reader(self) -> NcclReader:
+        return NcclReader(self._nccl or own_nccl(), self._cuda or own_cuda())

@@ -12,7 +12,7 @@ import grpc
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.base import layout, remaining_s
+from nccl_transfer.transports.common import layout, remaining_s
 from nccl_transfer.transports.gpu.communicator import (
     READER,
     SOURCE,
@@ -34,7 +34,8 @@ from rlhf.errors import (
     TransferError,
     from_rpc_error,
 )
-from rlhf.v1 import transfer_pb2 as pb
+from rlhf.v1 import nccl_pb2 as pb
+from rlhf.v1.nccl_pb2_grpc import NcclServiceStub
 
 T = TypeVar("T")
 
@@ -97,11 +98,11 @@ class NcclReaderSession:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
-class NcclClient(PeerConnection):
+class NcclClient(PeerConnection[NcclServiceStub]):
     """Reads from one source by NCCL, with at most one communicator and one transfer at a time."""
 
     def __init__(self, nccl: Nccl, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
-        super().__init__(channel)
+        super().__init__(channel, NcclServiceStub)
         self._nccl = nccl
         self._cuda = cuda
         self._reader = uuid.uuid4().hex
@@ -110,7 +111,7 @@ class NcclClient(PeerConnection):
 
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
         """Waits for earlier transfers from the source, then reads into a new buffer in this rank's GPU and returns it;
-        arguments, result and errors are those of `NcclTransport.receive`."""
+        arguments, result and errors are those of `NcclReader.receive`."""
         plan = uuid.uuid4().hex[:12]
         with self.turn(source, f"{source}: plan {plan}, queue", deadline):
             session = self._open_session(source, f"{source}: plan {plan}, attach", deadline)

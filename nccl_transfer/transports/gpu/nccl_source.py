@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.base import check_epoch, layout
+from nccl_transfer.transports.base import Handler, Source
+from nccl_transfer.transports.common import check_epoch, layout
 from nccl_transfer.transports.gpu.communicator import (
     READER,
     SOURCE,
@@ -25,7 +27,10 @@ from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer
 from nccl_transfer.transports.gpu.manifest import check_manifest
 from nccl_transfer.transports.gpu.transaction import Phase, Transaction
 from rlhf.errors import Refused, TransferError
-from rlhf.v1 import transfer_pb2 as pb
+from rlhf.v1 import nccl_pb2 as pb
+
+ADVERT = struct.Struct("<I")
+"""Start of the advert: version of NCCL, as NCCL encodes it (22703 for 2.27.3). The UUID of the GPU follows."""
 
 SEND_PAUSE_S = 1e-4
 """Pause between two polls of a send, in seconds."""
@@ -140,7 +145,7 @@ class NcclSession:
         self._worker.shutdown(wait=False)
 
 
-class NcclSource:
+class NcclSource(Source):
     """Handlers of the RPCs by which a rank sends its shards by NCCL. They run in the event loop and send in one
     thread per reader.
 
@@ -149,11 +154,24 @@ class NcclSource:
         nccl, cuda: NCCL, and the GPU on which bytes are staged.
     """
 
+    service = "rlhf.v1.nccl_pb2:NcclService"
+
     def __init__(self, store: TensorStore, nccl: Nccl, cuda: Cuda) -> None:
         self._store = store
         self._nccl = nccl
         self._cuda = cuda
         self._sessions: dict[str, NcclSession] = {}
+
+    def advert(self) -> bytes:
+        return ADVERT.pack(self._nccl.version) + self._cuda.uuid.encode()
+
+    def handlers(self) -> Mapping[str, Handler]:
+        return {
+            "Attach": lambda request, _: self.attach(request),
+            "Prepare": lambda request, _: self.prepare(request),
+            "Commit": lambda request, _: self.commit(request),
+            "Abort": lambda request, _: self.abort(request),
+        }
 
     async def attach(self, request: pb.AttachRequest) -> AsyncIterator[pb.AttachResponse]:
         """Handles the Attach RPC: creates a communicator with the reader, and ends it when the stream ends. Ends an

@@ -7,33 +7,37 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.base import remaining_s
+from nccl_transfer.transports.common import remaining_s
 from nccl_transfer.transports.gpu.liveness import CLOSED, LivenessStream
 from rlhf.errors import DeadlineExceeded, Refused
-from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
 CLOSING_S = 5.0
 """Maximum seconds that `close` waits for a running transfer. It ends immediately unless a CUDA call blocks it."""
 
 
-class PeerConnection(ABC):
+S = TypeVar("S")
+
+
+class PeerConnection(ABC, Generic[S]):
     """Connection of this process to one source: a channel, resources that are valid while a liveness stream is open,
     and a lock that admits one transfer at a time (`turn`). Only `closed`, `close` and `forget` may be used without
     the lock.
 
     Args:
         channel: Opens a channel to the source.
+        stub: Class of the stub of the transport's gRPC service.
 
     Attributes:
         closed: Event that is set by `close`, and ends the waits of liveness streams.
     """
 
-    def __init__(self, channel: Callable[[], grpc.Channel]) -> None:
+    def __init__(self, channel: Callable[[], grpc.Channel], stub: Callable[[grpc.Channel], S]) -> None:
+        self._make_stub = stub
         self.closed = threading.Event()
         self._open = channel
         self._channel: grpc.Channel | None = None
@@ -49,11 +53,11 @@ class PeerConnection(ABC):
         """Frees the current resources, if any, and cancels their liveness stream."""
 
     @property
-    def stub(self) -> pb_grpc.TransferServiceStub:
-        """Stub of the source's TransferService; opens the channel if there is none."""
+    def stub(self) -> S:
+        """Stub of the source's service; opens the channel if there is none."""
         if self._channel is None:
             self._channel = self._open()
-            self._stub = pb_grpc.TransferServiceStub(self._channel)
+            self._stub = self._make_stub(self._channel)
         return self._stub
 
     @contextmanager
@@ -112,7 +116,7 @@ class PeerConnection(ABC):
         self._channel = None
 
 
-A = TypeVar("A", bound=PeerConnection)
+A = TypeVar("A", bound=PeerConnection[Any])
 
 
 class PeerConnections(Generic[A]):

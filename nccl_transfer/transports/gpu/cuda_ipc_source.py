@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import struct
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.base import check_epoch
-from nccl_transfer.transports.gpu.cuda_ipc import GENERATION, HEADER_BYTES
+from nccl_transfer.transports.base import Handler, Source
+from nccl_transfer.transports.common import check_epoch
 from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, Event
 from rlhf.errors import InvalidRequest, Refused
-from rlhf.v1 import transfer_pb2 as pb
+from rlhf.v1 import cuda_ipc_pb2 as pb
+
+HEADER_BYTES = 64
+GENERATION = struct.Struct("<Q")
+"""Format of the generation, the first field of the header of a slot."""
 
 SLOTS = 2
 SLOT_BYTES = 32 << 20
@@ -75,7 +80,7 @@ class _StagingMemory:
             event.close()
 
 
-class StagingSource:
+class CudaIpcSource(Source):
     """Handlers of the RPCs by which a rank sends its shards by CUDA IPC. They run in the event loop and copy in one
     thread per reader.
 
@@ -85,11 +90,23 @@ class StagingSource:
         slot_bytes: Data bytes of a slot. Default: SLOT_BYTES, 32 MiB.
     """
 
+    service = "rlhf.v1.cuda_ipc_pb2:CudaIpcService"
+
     def __init__(self, store: TensorStore, cuda: Cuda, slot_bytes: int = SLOT_BYTES) -> None:
         self._store = store
         self._cuda = cuda
         self._slot_bytes = slot_bytes
         self._stagings: dict[str, _StagingMemory] = {}
+
+    def advert(self) -> bytes:
+        """Returns the UUID of the GPU."""
+        return self._cuda.uuid.encode()
+
+    def handlers(self) -> Mapping[str, Handler]:
+        return {
+            "OpenStaging": lambda request, _: self.open_staging(request),
+            "Stage": lambda request, _: self.stage(request),
+        }
 
     async def open_staging(self, request: pb.OpenStagingRequest) -> AsyncIterator[pb.OpenStagingResponse]:
         """Handles the OpenStaging RPC: allocates staging memory for the reader, and frees it when the stream ends.

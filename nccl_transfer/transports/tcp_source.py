@@ -21,9 +21,11 @@ from google.protobuf.message import DecodeError
 
 from nccl_transfer.refs.ranges import cut_chunks
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.base import check_request
+from nccl_transfer.transports.base import Source
+from nccl_transfer.transports.common import check_request
 from nccl_transfer.transports.sink import MAX_PIECES, Pieces
-from nccl_transfer.transports.tcp import (
+from nccl_transfer.transports.tcp_wire import (
+    ADVERT,
     DATA,
     END,
     ERROR,
@@ -111,7 +113,7 @@ class _Reader:
     header: bytearray = field(default_factory=bytearray)
 
 
-class ByteServer:
+class TcpSource(Source):
     """TCP server that streams the shards of a store to readers that know its key; over TLS where this process has
     certificates, and then only to readers with a certificate of the same CA.
 
@@ -125,9 +127,7 @@ class ByteServer:
         frames: Yields the frames of the answer to a request. Default: `cut_frames`.
 
     Attributes:
-        port: Port, published as `Endpoint.data_port`.
-        key: Random key in hexadecimal, published as `Endpoint.data_key`: clients that can query the rank's endpoint
-            can read its rows.
+        port: Port, part of the advert.
     """
 
     def __init__(
@@ -138,8 +138,7 @@ class ByteServer:
     ) -> None:
         self._store = store
         self._frames = frames
-        self._key = secrets.token_bytes(KEY_BYTES)
-        self.key = self._key.hex()
+        self._key = secrets.token_bytes(KEY_BYTES)  # clients that get the rank's advert can read its rows
         self._certificates = current().certificates
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # [::] listens on all addresses, IPv4 included, as in gRPC.
@@ -157,6 +156,9 @@ class ByteServer:
         self._streams = ThreadPoolExecutor(MAX_STREAMS, "byte-stream")
         self._thread = threading.Thread(target=self._listen, name="byte-server", daemon=True)
         self._thread.start()
+
+    def advert(self) -> bytes:
+        return ADVERT.pack(self.port, self._key)
 
     def close(self) -> None:
         """Stops listening, disconnects all readers, and waits until the threads that answer have ended."""
