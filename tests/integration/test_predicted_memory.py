@@ -20,8 +20,9 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("services.engines.zero.engine")
 
 DEADLINE_S = 110
-TOLERANCE: dict[StageName, float] = {"forward": 0.15, "update": 0.15}
-"""Largest relative error of a peak."""
+PEAKS: tuple[StageName, ...] = ("forward", "update")
+TOLERANCE, TOLERANCE_OF_STAGE_3 = 0.15, 0.25
+"""Largest relative error of a peak; that of ZeRO stage 3 depends on what DeepSpeed has gathered ahead at the time."""
 MANY, FEW = Rows(5, 32, 17), Rows(1, 4, 3)
 """Rows whose activations are most of an update's memory, and rows whose activations are hardly any of it."""
 
@@ -112,7 +113,7 @@ def test_ranks_hold_what_is_predicted(num_ranks: int, cases: dict[str, Any], mod
 def _least(ranks: list[dict[str, int]]) -> dict[str, int]:
     """Of ranks that hold as much as each other, the lowest peaks, which are those that were seen whole; for tensors of
     which the last ranks may have fewer rows, those of the first rank."""
-    peaks = {name: min(rank[name] for rank in ranks) for name in TOLERANCE if name in ranks[0]}
+    peaks = {name: min(rank[name] for rank in ranks) for name in PEAKS if name in ranks[0]}
     return {**ranks[0], **peaks}
 
 
@@ -133,7 +134,8 @@ def _differences(use: ModelUse, rows: Rows, stage: int, found: dict[str, int]) -
         predicted["gradients"] = predicted["snapshot"] // 3
     exact = {name: (found[name], nbytes) for name, nbytes in predicted.items()}
     wrong = [f"{name} has {x} bytes, predicted {y}" for name, (x, y) in exact.items() if x != y]
-    for name, tolerance in TOLERANCE.items():
+    tolerance = TOLERANCE_OF_STAGE_3 if use.engine == "zero" and use.zero_stage == 3 else TOLERANCE
+    for name in PEAKS:
         if name in found:
             beyond = stages[name].device_bytes - idle.device_bytes
             print(f"{use.engine} {use.mesh} {use.dtype} {rows.count} {name}: {beyond / found[name]:.3f}")
