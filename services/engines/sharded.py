@@ -169,7 +169,7 @@ class ShardedEngine(TrainEngine):
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
         self.check_onloaded()
         own = {name: x for name, x in self._state().items() if self._is_primary(_weight_name(name))}
-        with new_directory(directory, self.device, self.progressed) as partial:
+        with new_directory(directory, self.progressed) as partial:
             write_shards(partial, dist.get_rank(), self._shards(own))
             self.progressed()
             if dist.get_rank() == 0:
@@ -178,7 +178,7 @@ class ShardedEngine(TrainEngine):
     def begin_save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> Callable[[], list[Path]]:
         self.check_onloaded()
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        with all_or_none(f"copying a checkpoint for {directory}", self.device):
+        with all_or_none(f"copying a checkpoint for {directory}"):
             if rank == 0:
                 make_empty(directory)
             own = {name: x for name, x in self._state().items() if self._is_primary(_weight_name(name))}
@@ -195,7 +195,7 @@ class ShardedEngine(TrainEngine):
 
     def load(self, directory: Path) -> Scalars:
         self.check_onloaded()
-        with all_or_none(f"reading {directory}", self.device):
+        with all_or_none(f"reading {directory}"):
             stored = readable_path(directory)
             num_ranks, scalars = read_manifest(stored)
             tensors = {name: torch.zeros_like(x, device="cpu") for name, x in self._state().items()}
@@ -207,9 +207,9 @@ class ShardedEngine(TrainEngine):
 
     def start_over(self) -> None:
         self.onload()
-        if not max_over_ranks(not self._has_first_values, self.device):
+        if not max_over_ranks(not self._has_first_values):
             return
-        with all_or_none("reading the weights of the model directory", self.device):
+        with all_or_none("reading the weights of the model directory"):
             # Moments are zero: each is one element expanded to the shape.
             state = {name: x.new_zeros((), device="cpu").expand(x.shape) for name, x in self._state().items()}
             weights = {

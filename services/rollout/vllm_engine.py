@@ -111,9 +111,14 @@ def start_engine(
 
 
 def _unlink_shared_memory(identity: str) -> None:
-    """Unlinks the names of vLLM's shared memory of this service, between two barriers, so that no rank is creating or
+    """Unlinks the names of vLLM's shared memory of this service, while all ranks wait, so that no rank is creating or
     opening such memory meanwhile. Collective."""
-    dist.barrier()
+    _meet()
     for path in _SHARED_MEMORY.glob(f"*{identity}-*cpushm*"):
         path.unlink(missing_ok=True)
-    dist.barrier()
+    _meet()
+
+
+def _meet() -> None:
+    """Waits for all ranks, over gloo; torch's barrier would run on NCCL where there is a GPU. Collective."""
+    dist.all_reduce(torch.zeros(1))
