@@ -27,6 +27,7 @@ from services.engines.base import (
 )
 from services.engines.collectives import max_over_ranks
 from services.engines.deterministic import deterministic_kernels
+from services.engines.offload import wait_for_copies
 from services.engines.offloader import Offloader
 from services.runtime.ranks import known_to_all
 from services.storage.checkpoint import (
@@ -142,7 +143,7 @@ class ShardedEngine(TrainEngine):
 
     def snapshot(self) -> Snapshot:
         self.check_onloaded()
-        return Snapshot(self._num_steps, {name: _in_host_memory(x) for name, x in self._state().items()})
+        return Snapshot(self._num_steps, _in_host_memory(self._state()))
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
@@ -182,7 +183,7 @@ class ShardedEngine(TrainEngine):
             if rank == 0:
                 make_empty(directory)
             own = {name: x for name, x in self._state().items() if self._is_primary(_weight_name(name))}
-            shards = self._shards({name: _in_host_memory(x) for name, x in own.items()})
+            shards = self._shards(_in_host_memory(own))
             scalars = {**scalars, NUM_STEPS: self._num_steps}
 
         def write() -> list[Path]:
@@ -291,7 +292,12 @@ def _weight_name(state_name: str) -> str:
     return state_name.partition(".")[2]
 
 
-def _in_host_memory(x: Tensor) -> Tensor:
-    """Returns a copy of a tensor in host memory; pinned if `x` is on a GPU, since torch caches pinned memory for the
-    next copy."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x.detach())
+def _in_host_memory(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns copies of tensors in host memory, by name; pinned if they are on a GPU, since torch caches pinned memory
+    for the next copy."""
+    copies = {
+        name: torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x.detach(), non_blocking=True)
+        for name, x in state.items()
+    }
+    wait_for_copies(x.device for x in state.values())
+    return copies

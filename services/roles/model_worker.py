@@ -119,6 +119,8 @@ class ModelWorker(VerifiedWorker, TorchWorker):
         limits = []
         if self.torch_device.type == "cpu":
             limits.append("Offload and Onload move nothing: weights are in host memory already")
+        elif self.table.dtype == "float32":
+            limits.append("computes in float32: with dtype = 'bfloat16' a GPU is several times as fast")
         return worker_pb2.DescribeResponse(
             vocabulary_hash=self._vocabulary_hash,
             parameters=self.engine.num_parameters,

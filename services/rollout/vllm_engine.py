@@ -61,8 +61,9 @@ class _OwnRanks(ExecutorWithExternalLauncher):
 def start_engine(
     directory: Path, *, dtype: torch.dtype, table: VllmTable, identity: str, tensor_parallel: int
 ) -> LLMEngine:
-    """Starts vLLM's engine and returns it. Unlinks the names of its shared memory, so that the memory is freed when
-    the last process that uses it ends. Collective.
+    """Starts vLLM's engine, with random weights, and returns it; its weights must be loaded before it generates.
+    Unlinks the names of its shared memory, so that the memory is freed when the last process that uses it ends.
+    Collective.
 
     Args:
         directory: Hugging Face directory of the model.
@@ -79,6 +80,8 @@ def start_engine(
     max_model_len: Any = table.max_model_len or None
     arguments = EngineArgs(
         model=str(directory),
+        # The training engine's weights come before the first generation, so none are read here.
+        load_format="dummy",
         skip_tokenizer_init=True,
         generation_config="vllm",
         dtype=dtype_name,
@@ -87,7 +90,7 @@ def start_engine(
         tensor_parallel_size=tensor_parallel,
         kv_cache_memory_bytes=int(table.kv_cache_gb * _GIB),
         gpu_memory_utilization=_SHARE_THAT_MUST_BE_FREE,
-        enforce_eager=table.enforce_eager,
+        enforce_eager=runs_eagerly(table),
         enable_sleep_mode=torch.cuda.is_available(),
         logprobs_mode="processed_logprobs",
         distributed_executor_backend=_OwnRanks,
@@ -108,6 +111,11 @@ def start_engine(
         torch.set_num_threads = set_num_threads
     _unlink_shared_memory(identity)
     return engine
+
+
+def runs_eagerly(table: VllmTable) -> bool:
+    """Returns whether vLLM runs the model in eager mode: as the table says, else on a CPU alone."""
+    return not torch.cuda.is_available() if table.enforce_eager is None else table.enforce_eager
 
 
 def _unlink_shared_memory(identity: str) -> None:
