@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from check_extras import findings
 
 from rlhf.errors import ConfigError
 from services.engines.agreement import new_directory
@@ -147,6 +148,26 @@ def test_libraries_that_do_not_fit_together_are_named_with_their_versions(
     installed: dict[str, str], said: str
 ):
     assert gpus.library_conflict("2.13.0", "13.0", installed) == said
+
+
+@pytest.mark.parametrize(
+    ("installed", "found"),
+    [
+        (FITTING, []),
+        ({**FITTING, "torch": "2.12.1"}, ["torch 2.12.1 is not the tested 2.13.0"]),
+        (
+            {"torch": "2.13.0", "cupy-cuda12x": "14.2.0", "nvidia-nccl-cu13": "2.29.7"},
+            ["cupy-cuda12x 14.2.0 for CUDA 12"],
+        ),
+        ({"torch": "2.13.0+cu126", "cupy-cuda12x": "14.2.0", "nvidia-nccl-cu12": "2.27.5"}, []),
+        ({**FITTING, "nvidia-nccl-cu12": "2.32.3"}, ["libnccl.so.2"]),
+        ({"torch": "2.13.0", "cupy-cuda13x": "14.2.0"}, ["a build for CPUs"]),
+    ],
+)
+def test_extras_that_resolve_to_what_does_not_fit_are_found(installed: dict[str, str], found: list[str]):
+    wrong = findings(installed)
+    assert len(wrong) == len(found)
+    assert all(text in each for text, each in zip(found, wrong, strict=True))
 
 
 def test_a_build_for_cpus_fits_any_cupy():
