@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 RESULTS := benchmarks/results/$(if $(shell grep -s GenuineIntel /proc/cpuinfo),intel,amd)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm quickstart pipeline test test-slow test-again test-full test-gpu fuzz soak lint format bench clean
+.PHONY: help setup setup-vllm quickstart pipeline test test-slow test-again test-full test-gpu check-extras check-cuda-wheels fuzz soak lint format bench clean
 
 help: ## List the chores.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -54,10 +54,18 @@ test-again: setup ## Run the tests that failed last once more, one at a time.
 test-full: setup ## Run all of them with the large matrices too, and hypothesis with new examples.
 	$(PYTEST) -m "not gpu" --hypothesis-profile=new tests
 
-test-gpu: setup ## Tests, cuda_ipc timed and PPO on an NVIDIA GPU; install with '.[cu12]' or '.[cu13]' first.
+test-gpu: setup ## Tests, cuda_ipc timed and PPO on an NVIDIA GPU; install with '.[cu13]' first.
 	$(PYTEST) -m gpu tests
 	$(BIN)/python -m benchmarks.transfer --part cuda_ipc --json benchmarks/results/transfer_gpu.json
 	$(BIN)/python -m benchmarks.gpu_ppo --json benchmarks/results/gpu_ppo.json
+
+check-extras: setup ## Check that the extras for NVIDIA GPUs resolve to packages that fit together; installs nothing but uv.
+	$(PIP) --quiet uv
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m tests.check_extras
+
+check-cuda-wheels: setup ## Install the CUDA wheels into a scratch directory (10 GB), import them, check the calls to them; no GPU.
+	$(PIP) --quiet uv
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python tests/check_cuda_wheels.py
 
 fuzz: setup ## Send 200,000 random requests to services of all roles (FUZZ_CALLS=N for another number).
 	$(PYTEST) -s tests/chaos/test_fuzz.py

@@ -50,9 +50,9 @@ class VllmTable(Strict):
     max_model_len: int = Field(default=0, ge=0)
     """Maximum length of a prompt and its response together, in tokens; the KV cache must hold one such row. 0: the
     number of positions of the model."""
-    enforce_eager: bool = True
+    enforce_eager: bool | None = None
     """Runs the model in eager mode. false lets vLLM compile it and, on a GPU, capture CUDA graphs: a slower start and
-    faster steps."""
+    faster steps. Not given: true on a CPU, false on a GPU; the Describe RPC says which."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,11 @@ class ServiceTable(Strict):
     pool: str = ""
     """Name of the resource pool that the service runs on; calls of services on pools that share a device run one
     after another. Empty: devices of its own."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device that ranks compute on. auto: a GPU for each rank on a host that has any, else the CPU; cuda: a GPU, and it
+    is an error where the host has none; cpu: the CPU, with the GPUs hidden from the service. A host with GPUs, but
+    fewer than ranks, is an error for auto and cuda. A service without a model of its own, such as a Python function,
+    computes on the CPU and refuses cuda."""
     threads: Positive = 1
     """Number of threads that each rank computes with. The bits of results depend on it."""
     matmul: Literal["auto", "mkl", "onednn"] = "auto"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
 from services.engines.base import TrainEngine
@@ -10,23 +9,20 @@ from services.roles.weight_check import WeightCheck, checksums_of
 from services.rollout.base import RolloutEngine
 
 
-def verify_rollout(
-    rollout: RolloutEngine, engine: TrainEngine, check: WeightCheck, device: torch.device
-) -> None:
+def verify_rollout(rollout: RolloutEngine, engine: TrainEngine, check: WeightCheck) -> None:
     """Loads the weights of the training engine into the rollout engine, which must have those of the same policy
     version already, and compares the checksums of the rollout engine's tensors before and after. Collective.
 
     Args:
         rollout, engine: The two engines of this rank.
         check: Tells all ranks what any of them finds.
-        device: Device of this rank.
 
     Raises:
         CorruptWeights: A tensor has changed, so it was not what the training engine has.
     """
-    before = checksums_of(rollout.held(), device).of
+    before = checksums_of(rollout.held()).of
     rollout.load_weights(engine.rollout_weights())
-    after = checksums_of(rollout.held(), device).of
+    after = checksums_of(rollout.held()).of
     check.raise_together(
         f"{key[0]} on rank {dist.get_rank()} is not what the training engine has"
         for key, checksum in after.items()

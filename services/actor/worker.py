@@ -238,7 +238,7 @@ class ActorWorker(ModelWorker):
         the same policy version and it is awake on all ranks."""
         is_apart = self._rollout_version != self.policy_version or self.rollout.is_asleep
         if not any(self.ranks.total([is_apart], call.peers_deadline)):
-            verify_rollout(self.rollout, self.engine, self.weight_check, self.torch_device)
+            verify_rollout(self.rollout, self.engine, self.weight_check)
 
     def _update_rollout(self, call: CallContext) -> None:
         """Loads the training engine's weights into the rollout engine, on all ranks, if on any rank those of the

@@ -68,7 +68,7 @@ def clip_gradients(
     norm = float(squares.sqrt())
     if not norm < float("inf"):
         bad = [name for name, each in zip(counted, norms, strict=True) if not each < float("inf")]
-        found = "; ".join(text for text in texts_of_ranks(_listed(bad), device) if text)
+        found = "; ".join(text for text in texts_of_ranks(_listed(bad)) if text)
         # The squares of finite norms may overflow.
         which = f": not finite are {found}" if found else ""
         raise known_to_all(NonFiniteGradient(f"gradient norm is {norm} at optimizer step {num_steps}{which}"))

@@ -67,15 +67,13 @@ NO_COLLECTIVE: RunToEnd[object] = RunToEnd(())
 
 
 @contextmanager
-def all_or_none(
-    action: str, device: torch.device, collective: RunToEnd[Any] = NO_COLLECTIVE
-) -> Iterator[None]:
+def all_or_none(action: str, collective: RunToEnd[Any] = NO_COLLECTIVE) -> Iterator[None]:
     """Context manager of a block that fails on every rank if it fails on one. Collective: ranks all-reduce after the
-    block whether they failed. The block must contain no collective besides the iterator `collective`.
+    block whether they failed, in host memory, since that of a GPU may have run out. The block must contain no
+    collective besides the iterator `collective`.
 
     Args:
         action: name of the block, for the message on ranks that did not fail.
-        device: device of the all-reduce's tensor.
         collective: iterator that the block may run, and that is run to its end on every rank, even if the block
             failed. Default: none.
 
@@ -90,7 +88,7 @@ def all_or_none(
     except Exception as caught:  # noqa: BLE001 - raised below, once the other ranks know
         error = caught
     collective.finish()
-    num_failed = torch.tensor(int(error is not None), device=device)
+    num_failed = torch.tensor(int(error is not None))
     dist.all_reduce(num_failed)
     if error is not None:
         raise known_to_all(error)
@@ -122,7 +120,6 @@ def takes_effect(action: str) -> Iterator[None]:
 @contextmanager
 def new_directory(
     directory: Path,
-    device: torch.device,
     progressed: Callable[[], None] = lambda: None,
     collective: RunToEnd[Any] = NO_COLLECTIVE,
 ) -> Iterator[Path]:
@@ -134,7 +131,6 @@ def new_directory(
 
     Args:
         directory: final path; on a file system that all ranks share.
-        device: device of the tensors by which ranks agree.
         progressed: called after each file that is synced to disk.
         collective: iterator that ranks run while they write, as for `all_or_none`.
 
@@ -146,15 +142,15 @@ def new_directory(
     is_rank_0 = dist.get_rank() == 0
     partial = partial_of(directory)
     with ExitStack() as held:
-        with all_or_none(f"creating {partial}", device):
+        with all_or_none(f"creating {partial}"):
             if is_rank_0:
                 held.enter_context(only_writer(directory))
                 settle(directory)
                 check_replaceable(directory)
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir()
-        with all_or_none(f"writing {partial}", device, collective):
+        with all_or_none(f"writing {partial}", collective):
             yield partial
-        with all_or_none(f"publishing {directory}", device):
+        with all_or_none(f"publishing {directory}"):
             if is_rank_0:
                 publish(partial, directory, progressed)

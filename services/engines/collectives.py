@@ -1,4 +1,5 @@
-"""Small collectives over all ranks of the default process group."""
+"""Small collectives over all ranks of the default process group, by which ranks agree. Their tensors are in host
+memory, so that they run on gloo on GPU ranks too: they neither wait for the GPU's work nor need memory there."""
 
 from __future__ import annotations
 
@@ -13,66 +14,62 @@ _TEXT_BYTES = 400
 """Bytes of UTF-8 to which `texts_of_ranks` cuts a text."""
 
 
-def stop_together(stop: bool, device: torch.device) -> None:
+def stop_together(stop: bool) -> None:
     """Raises InferenceStopped on every rank if any rank passes True. Collective.
 
     Args:
         stop: Whether this rank wants to stop.
-        device: Device of this rank.
     """
-    stopping = torch.tensor(stop, dtype=torch.int64, device=device)
+    stopping = torch.tensor(stop, dtype=torch.int64)
     dist.all_reduce(stopping)
     if stopping:
         raise known_to_all(InferenceStopped("inference was stopped between micro-batches"))
 
 
-def max_over_ranks(count: int, device: torch.device) -> int:
+def max_over_ranks(count: int) -> int:
     """Returns the largest `count` that any rank passes. Collective.
 
     Args:
         count: This rank's number.
-        device: Device of this rank.
     """
-    most = torch.tensor(count, device=device)
+    most = torch.tensor(count)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 
 
-def digest_of_rank_0(sha256: str, device: torch.device) -> str:
+def digest_of_rank_0(sha256: str) -> str:
     """Returns the sha256 (hex) that rank 0 passes, on every rank; the argument of other ranks is ignored.
     Collective."""
     digest = bytes.fromhex(sha256) if dist.get_rank() == 0 else bytes(_SHA256_BYTES)
-    shared = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    shared = torch.tensor(list(digest), dtype=torch.uint8)
     dist.broadcast(shared, src=0)
     return bytes(shared.tolist()).hex()
 
 
-def texts_of_ranks(text: str, device: torch.device) -> list[str]:
+def texts_of_ranks(text: str) -> list[str]:
     """Returns the text that each rank passes, in rank order, on every rank; a long one is cut. Collective.
 
     Args:
         text: Text of this rank.
-        device: Device of this rank.
     """
     encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    own = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
+    own = torch.tensor(list(encoded), dtype=torch.uint8)
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
     return [bytes(each.tolist()).rstrip(b"\0").decode(errors="ignore") for each in gathered]
 
 
-def rows_of_ranks(table: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+def rows_of_ranks(table: torch.Tensor) -> list[torch.Tensor]:
     """Returns the table that each rank passes, in rank order, on the CPU of every rank. Collective.
 
     Args:
         table: Table of this rank [rows, columns] int64, on the CPU; ranks may have different numbers of rows.
-        device: Device of this rank.
     """
-    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, torch.tensor([len(table)], device=device))
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([len(table)]))
     sizes = [int(count) for count in counts]
-    own = torch.zeros((max(sizes), table.shape[1]), dtype=torch.int64, device=device)
-    own[: len(table)] = table.to(device)
+    own = torch.zeros((max(sizes), table.shape[1]), dtype=torch.int64)
+    own[: len(table)] = table
     gathered = [torch.empty_like(own) for _ in sizes]
     dist.all_gather(gathered, own)
-    return [each[:size].cpu() for each, size in zip(gathered, sizes, strict=True)]
+    return [each[:size] for each, size in zip(gathered, sizes, strict=True)]

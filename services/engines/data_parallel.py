@@ -103,7 +103,7 @@ class DataParallelEngine(ShardedEngine):
         outputs = []
         with self._computing():
             for micro_batch in self._pad_with_dummies(micro_batches):
-                stop_together(should_stop(), self.device)
+                stop_together(should_stop())
                 self.progressed()
                 if micro_batch.is_dummy:
                     self._run_dummy(micro_batch)
@@ -133,7 +133,7 @@ class DataParallelEngine(ShardedEngine):
             write_companions(partial)
             return sha256
 
-        return export_gathered(directory, self._gather(tensors, dtype), write, self.device, self.progressed)
+        return export_gathered(directory, self._gather(tensors, dtype), write, self.progressed)
 
     def _copies(self) -> Iterator[HeldTensor]:
         for name, buffer in self._model.named_buffers():
@@ -192,7 +192,7 @@ class DataParallelEngine(ShardedEngine):
         Forward passes gather weights from all ranks and backward passes reduce gradients, so all ranks must run the
         same number of passes.
         """
-        missing = max(max_over_ranks(len(micro_batches), self.device), 1) - len(micro_batches)
+        missing = max(max_over_ranks(len(micro_batches)), 1) - len(micro_batches)
         return [
             each.to(self.device) for each in (*micro_batches, *(dummy_micro_batch() for _ in range(missing)))
         ]
@@ -216,7 +216,7 @@ class DataParallelEngine(ShardedEngine):
                         loss, stats = zero_loss(output), {}
                 self._backward(loss, is_last=micro_batch is padded[-1])
                 accumulator.add(loss, stats)
-        with all_or_none("the loss", self.device):
+        with all_or_none("the loss"):
             for error in failures:
                 raise error
         self._store_gradients()

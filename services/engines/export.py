@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,7 +16,6 @@ def export_gathered(
     directory: Path,
     gathered: Iterable[tuple[str, Tensor]],
     write: Callable[[Path, Iterator[tuple[str, Tensor]]], str],
-    device: torch.device,
     progressed: Callable[[], None],
 ) -> str:
     """Writes a model directory on rank 0 from tensors that all ranks gather together. Collective.
@@ -26,7 +24,6 @@ def export_gathered(
         directory: Path of the directory; replaces an earlier one.
         gathered: Name and whole tensor of each weight, one at a time; a collective iterable.
         write: Writes the tensors into a directory and returns one sha256 (hex) over all; called on rank 0.
-        device: Device of this rank.
         progressed: Called after each tensor and each file.
 
     Returns:
@@ -36,7 +33,7 @@ def export_gathered(
         OSError: The directory could not be written (rank 0; `PeerRankFailed` on the others).
     """
     collective, sha256 = RunToEnd(gathered, progressed), ""
-    with new_directory(directory, device, progressed, collective) as partial:
+    with new_directory(directory, progressed, collective) as partial:
         if dist.get_rank() == 0:
             sha256 = write(partial, collective)
-    return digest_of_rank_0(sha256, device)
+    return digest_of_rank_0(sha256)

@@ -2,7 +2,8 @@
 again afterwards.
 
 Memory may run out at any allocation. So each direction first allocates everything, then copies everything, and frees
-the source last: a failure before that changes nothing.
+the source last: a failure before that changes nothing. Copies between a GPU and host memory, which is pinned there, are
+enqueued one after another and waited for once.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ def copy_to_host(tensors: Iterable[Tensor]) -> list[OffloadedStorage]:
         RuntimeError: memory ran out.
     """
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel()}
-    offloaded = [OffloadedStorage(storage, _allocate(storage.nbytes())) for storage in storages.values()]
+    offloaded = [OffloadedStorage(storage, _allocate(storage)) for storage in storages.values()]
     for item in offloaded:
-        item.host.copy_(item.storage)
+        item.host.copy_(item.storage, non_blocking=True)
+    wait_for_copies(item.storage.device for item in offloaded)
     return offloaded
 
 
@@ -52,7 +54,8 @@ def bring_back(offloaded: Sequence[OffloadedStorage]) -> None:
         for item in offloaded:
             _grow(item.storage, item.host.nbytes())
         for item in offloaded:
-            item.storage.copy_(item.host)
+            item.storage.copy_(item.host, non_blocking=True)
+        wait_for_copies(item.storage.device for item in offloaded)
     except BaseException:
         free(offloaded)
         raise
@@ -63,9 +66,18 @@ def num_bytes(offloaded: Iterable[OffloadedStorage]) -> int:
     return sum(item.host.nbytes() for item in offloaded)
 
 
-def _allocate(num_bytes: int) -> torch.UntypedStorage:
-    """Returns a new storage in host memory, without values."""
-    return torch.UntypedStorage(num_bytes)
+def wait_for_copies(devices: Iterable[torch.device]) -> None:
+    """Waits, once for each GPU among the devices, for all work enqueued on its current stream, such as copies with
+    `non_blocking`. Does nothing for a CPU."""
+    for device in set(devices):
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _allocate(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Returns a new storage in host memory, as large as `storage` and without values; pinned if that is on a GPU."""
+    pinned = storage.device.type == "cuda"
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage()
 
 
 def _grow(storage: torch.UntypedStorage, num_bytes: int) -> None:

@@ -11,9 +11,6 @@ from services.engines.agreement import all_or_none
 from services.engines.base import EngineOffloaded
 from services.engines.offload import OffloadedStorage, bring_back, copy_to_host, free, num_bytes
 
-_HOST = torch.device("cpu")
-"""Device of the tensor by which ranks agree. The CPU, since device memory may have run out."""
-
 
 class Offloader:
     """Moves an engine's tensors to host memory and back, and keeps the copies while the engine is offloaded."""
@@ -39,7 +36,7 @@ class Offloader:
         """
         if self._offloaded:
             return 0
-        with all_or_none("copying the engine to host memory", _HOST):
+        with all_or_none("copying the engine to host memory"):
             offloaded = copy_to_host(tensors)
         free(offloaded)
         self._offloaded = offloaded
@@ -56,7 +53,7 @@ class Offloader:
             return 0
         moved_bytes = num_bytes(self._offloaded)
         try:
-            with all_or_none("bringing the engine back to the device", _HOST):
+            with all_or_none("bringing the engine back to the device"):
                 bring_back(self._offloaded)
         except BaseException:
             free(self._offloaded)

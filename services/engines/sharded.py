@@ -27,6 +27,7 @@ from services.engines.base import (
 )
 from services.engines.collectives import max_over_ranks
 from services.engines.deterministic import deterministic_kernels
+from services.engines.offload import wait_for_copies
 from services.engines.offloader import Offloader
 from services.runtime.ranks import known_to_all
 from services.storage.checkpoint import (
@@ -142,7 +143,7 @@ class ShardedEngine(TrainEngine):
 
     def snapshot(self) -> Snapshot:
         self.check_onloaded()
-        return Snapshot(self._num_steps, {name: _in_host_memory(x) for name, x in self._state().items()})
+        return Snapshot(self._num_steps, _in_host_memory(self._state()))
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
@@ -169,7 +170,7 @@ class ShardedEngine(TrainEngine):
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
         self.check_onloaded()
         own = {name: x for name, x in self._state().items() if self._is_primary(_weight_name(name))}
-        with new_directory(directory, self.device, self.progressed) as partial:
+        with new_directory(directory, self.progressed) as partial:
             write_shards(partial, dist.get_rank(), self._shards(own))
             self.progressed()
             if dist.get_rank() == 0:
@@ -178,11 +179,11 @@ class ShardedEngine(TrainEngine):
     def begin_save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> Callable[[], list[Path]]:
         self.check_onloaded()
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        with all_or_none(f"copying a checkpoint for {directory}", self.device):
+        with all_or_none(f"copying a checkpoint for {directory}"):
             if rank == 0:
                 make_empty(directory)
             own = {name: x for name, x in self._state().items() if self._is_primary(_weight_name(name))}
-            shards = self._shards({name: _in_host_memory(x) for name, x in own.items()})
+            shards = self._shards(_in_host_memory(own))
             scalars = {**scalars, NUM_STEPS: self._num_steps}
 
         def write() -> list[Path]:
@@ -195,7 +196,7 @@ class ShardedEngine(TrainEngine):
 
     def load(self, directory: Path) -> Scalars:
         self.check_onloaded()
-        with all_or_none(f"reading {directory}", self.device):
+        with all_or_none(f"reading {directory}"):
             stored = readable_path(directory)
             num_ranks, scalars = read_manifest(stored)
             tensors = {name: torch.zeros_like(x, device="cpu") for name, x in self._state().items()}
@@ -207,9 +208,9 @@ class ShardedEngine(TrainEngine):
 
     def start_over(self) -> None:
         self.onload()
-        if not max_over_ranks(not self._has_first_values, self.device):
+        if not max_over_ranks(not self._has_first_values):
             return
-        with all_or_none("reading the weights of the model directory", self.device):
+        with all_or_none("reading the weights of the model directory"):
             # Moments are zero: each is one element expanded to the shape.
             state = {name: x.new_zeros((), device="cpu").expand(x.shape) for name, x in self._state().items()}
             weights = {
@@ -291,7 +292,12 @@ def _weight_name(state_name: str) -> str:
     return state_name.partition(".")[2]
 
 
-def _in_host_memory(x: Tensor) -> Tensor:
-    """Returns a copy of a tensor in host memory; pinned if `x` is on a GPU, since torch caches pinned memory for the
-    next copy."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x.detach())
+def _in_host_memory(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns copies of tensors in host memory, by name; pinned if they are on a GPU, since torch caches pinned memory
+    for the next copy."""
+    copies = {
+        name: torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x.detach(), non_blocking=True)
+        for name, x in state.items()
+    }
+    wait_for_copies(x.device for x in state.values())
+    return copies

@@ -25,11 +25,11 @@ from services.reward.losses import LOSSES, pair_loss
 from services.reward.model_scorer import ModelScorer
 from services.reward.worker import RewardWorker
 from services.roles.columns import jagged_ids
-from services.roles.device import rank_device
 from services.roles.matmul_choice import choose_matmul
 from services.roles.micro_batching import check_token_ids
 from services.roles.minibatch import check_schedule, deal
 from services.roles.model_worker import ModelWorker
+from services.roles.torch_worker import TorchWorker
 from services.roles.update_plan import MiniBatch
 from services.roles.verified_worker import VerifiedWorker
 from services.roles.weight_check import WeightCheck
@@ -37,27 +37,20 @@ from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from settings.model import ModelTable
 from settings.reward import RewardTable
-from settings.service import ServiceTable
 
 
-class ModelRewardWorker(VerifiedWorker, RewardWorker):
+class ModelRewardWorker(VerifiedWorker, TorchWorker, RewardWorker):
     """Worker of a reward or cost model that only scores. Ranks score independently of each other; on CPUs all of them
     choose the same library for matrix products."""
 
     def __init__(self, table: RewardTable, ranks: Ranks) -> None:
-        torch.set_num_threads(table.threads)
-        self._is_on_cpu = rank_device().type == "cpu"
-        if self._is_on_cpu:
-            choose_matmul(table.matmul, ranks)
-        super().__init__(table, ranks, ModelScorer)
-        self.weight_check = WeightCheck(rank_device(), self.progressed)
+        def make(table: RewardTable) -> ModelScorer:
+            if self.torch_device.type == "cpu":
+                choose_matmul(table.matmul, ranks)
+            return ModelScorer(table)
 
-    @classmethod
-    def uses_torch(cls, table: ServiceTable) -> bool:
-        return True
-
-    def prepare_thread(self) -> None:
-        torch.set_num_threads(self.table.threads)
+        super().__init__(table, ranks, make)
+        self.weight_check = WeightCheck(self.progressed)
 
     def held(self) -> Iterator[HeldTensor]:
         assert isinstance(self.scorer, ModelScorer), "it is made of one"
@@ -66,7 +59,7 @@ class ModelRewardWorker(VerifiedWorker, RewardWorker):
     def describe(self) -> worker_pb2.DescribeResponse:
         answer = super().describe()
         answer.torch, answer.cpu_capability = torch.__version__, torch.backends.cpu.get_cpu_capability()
-        answer.matmul = matmul.backend() if self._is_on_cpu else ""
+        answer.matmul = matmul.backend() if self.torch_device.type == "cpu" else ""
         return answer
 
 
@@ -135,7 +128,7 @@ class LearningRewardWorker(ModelWorker):
 
     def copy_weights(self) -> None:
         gathered = RunToEnd(self.engine.full_tensors(), self.progressed)
-        with all_or_none("copying the weights to the scorer", self.torch_device, gathered):
+        with all_or_none("copying the weights to the scorer", gathered):
             staged = self.scorer.stage_weights(gathered)
         self.scorer.load_weights(staged)
 
@@ -153,7 +146,7 @@ class LearningRewardWorker(ModelWorker):
     def _taken_over(self) -> Iterator[None]:
         """Context manager for a block that changes the engine's weights. Afterwards it copies them to the scorer; if
         either fails, it restores the engine's weights and the policy version, or raises OutOfStep where it cannot."""
-        with all_or_none("keeping the weights", self.torch_device):
+        with all_or_none("keeping the weights"):
             before, version = self.engine.snapshot(), self.policy_version
         try:
             yield

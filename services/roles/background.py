@@ -15,10 +15,14 @@ REMEMBERED = 4
 
 class BackgroundWriter:
     """Writes checkpoints one after another on a thread of its own. Thread-safe as far as calls are made from the
-    compute thread (`start`, `close`) and the event loop (`writing`)."""
+    compute thread (`start`, `close`) and the event loop (`writing`).
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+    Args:
+        prepare_thread: Called on the thread at its start; see `Worker.prepare_thread`. Default: does nothing.
+    """
+
+    def __init__(self, prepare_thread: Callable[[], None] = lambda: None) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=prepare_thread)
         self._writes: dict[Path, Future[list[Path]]] = {}
 
     def start(self, directory: Path, write: Callable[[], list[Path]]) -> None:

@@ -24,11 +24,19 @@ def rank_device() -> torch.device:
     if local_rank >= num_gpus:
         raise ConfigError(
             f"ranks: local rank {local_rank} has no GPU, this host shows {num_gpus}; each rank of a service on a "
-            "host needs one of its own, or CUDA_VISIBLE_DEVICES= (empty) for all ranks to compute on the CPU"
+            "host needs one of its own, or device = 'cpu' for all ranks to compute on the CPU"
         )
     device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
+    use_device(device)
     return device
+
+
+def use_device(device: torch.device) -> None:
+    """Makes a GPU the current device of the calling thread; does nothing for a CPU. Each thread that touches CUDA has
+    to call this: a thread's current device is GPU 0 at first, and kernels, streams and allocations without a device
+    of their own go to the current one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def device_identity(device: torch.device) -> dict[str, str]:

@@ -90,11 +90,11 @@ class ModelWorker(VerifiedWorker, TorchWorker):
             vocab_size=self.model_config.vocab_size,
         )
         self.row_keeper = RowKeeper(self)
-        self.weight_check = WeightCheck(self.torch_device, self.progressed)
+        self.weight_check = WeightCheck(self.progressed)
         self._updater = Updater(self.engine, ranks, self.row_keeper)
         self._history = StateHistory(f"{table.address} {ranks.epoch}")
         self._profiler = CallProfiler()
-        self._writer = BackgroundWriter()
+        self._writer = BackgroundWriter(self.prepare_thread)
 
     @property
     def state_id(self) -> str:
@@ -119,6 +119,8 @@ class ModelWorker(VerifiedWorker, TorchWorker):
         limits = []
         if self.torch_device.type == "cpu":
             limits.append("Offload and Onload move nothing: weights are in host memory already")
+        elif self.table.dtype == "float32":
+            limits.append("computes in float32: with dtype = 'bfloat16' a GPU is several times as fast")
         return worker_pb2.DescribeResponse(
             vocabulary_hash=self._vocabulary_hash,
             parameters=self.engine.num_parameters,

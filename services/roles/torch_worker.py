@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from services.roles.device import allocated_bytes, device_identity, peak_allocated_bytes, rank_device
+from services.roles.device import (
+    allocated_bytes,
+    device_identity,
+    peak_allocated_bytes,
+    rank_device,
+    use_device,
+)
 from services.runtime.ranks import Ranks
 from services.runtime.worker import Worker
 from settings.service import ServiceTable
@@ -16,15 +24,16 @@ class TorchWorker(Worker):
     Args:
         table: Table of the service.
         ranks: Ranks of the service.
+        more: Arguments of the next base class.
 
     Attributes:
         torch_device: The device of this rank.
     """
 
-    def __init__(self, table: ServiceTable, ranks: Ranks) -> None:
-        super().__init__(table, ranks)
+    def __init__(self, table: ServiceTable, ranks: Ranks, *more: Any) -> None:
+        self.table, self.torch_device = table, rank_device()
         self.prepare_thread()
-        self.torch_device = rank_device()
+        super().__init__(table, ranks, *more)
 
     @classmethod
     def uses_torch(cls, table: ServiceTable) -> bool:
@@ -32,6 +41,7 @@ class TorchWorker(Worker):
 
     def prepare_thread(self) -> None:
         torch.set_num_threads(self.table.threads)
+        use_device(self.torch_device)
 
     def device(self) -> dict[str, str]:
         return device_identity(self.torch_device)

@@ -40,21 +40,18 @@ class Checksums:
     nbytes: int
 
 
-def checksums_of(
-    held: Iterable[HeldTensor], device: torch.device, progressed: Callable[[], None] = lambda: None
-) -> Checksums:
+def checksums_of(held: Iterable[HeldTensor], progressed: Callable[[], None] = lambda: None) -> Checksums:
     """Reads tensors and returns their checksums. Collective over the default process group, as `held` may be.
 
     Args:
         held: The tensors.
-        device: Device of this rank.
         progressed: Called after each tensor.
 
     Raises:
         PeerRankFailed: Another rank could not read its tensors.
     """
     collective, of, learning, nbytes = RunToEnd(held, progressed), {}, set(), 0
-    with all_or_none("reading the weights", device, collective):
+    with all_or_none("reading the weights", collective):
         for each in collective:
             key = each.name, each.place
             of[key], nbytes = _checksum(each.tensor), nbytes + each.tensor.nbytes
@@ -67,7 +64,6 @@ class WeightCheck:
     """Compares the tensors in the memory of all ranks of a service with each other, and with what they were.
 
     Args:
-        device: Device of this rank.
         progressed: Called after each tensor that is read. Default: does nothing.
 
     Attributes:
@@ -75,8 +71,8 @@ class WeightCheck:
             the same on all ranks.
     """
 
-    def __init__(self, device: torch.device, progressed: Callable[[], None] = lambda: None) -> None:
-        self._device, self._progressed = device, progressed
+    def __init__(self, progressed: Callable[[], None] = lambda: None) -> None:
+        self._progressed = progressed
         self._known: Checksums | None = None
         self.is_armed = False
         self._has_first_values = True
@@ -91,7 +87,7 @@ class WeightCheck:
         Raises:
             CorruptWeights: Tensors differ; raised on every rank, with the names and ranks that all ranks have found.
         """
-        now = checksums_of(held, self._device, self._progressed)
+        now = checksums_of(held, self._progressed)
         self.raise_together([*self._changed(now), *self._unequal(now)])
         self._known, self.is_armed = now, True
         return now.nbytes
@@ -106,7 +102,7 @@ class WeightCheck:
         Raises:
             CorruptWeights: As for `verify`.
         """
-        self.raise_together(self._changed(checksums_of(held, self._device, self._progressed)))
+        self.raise_together(self._changed(checksums_of(held, self._progressed)))
         self._forget_learning()
 
     def before_load(self) -> None:
@@ -136,7 +132,7 @@ class WeightCheck:
         texts = list(found)
         more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
         own = "; ".join(texts[:SHOWN]) + more
-        everywhere = [text for text in texts_of_ranks(own, self._device) if text]
+        everywhere = [text for text in texts_of_ranks(own) if text]
         if everywhere:
             raise known_to_all(CorruptWeights(f"weights in memory are corrupt: {'; '.join(everywhere)}"))
 
@@ -153,7 +149,7 @@ class WeightCheck:
         keys = {_signed(f"{name} {place}".encode()): (name, place) for name, place in now.of}
         table = torch.tensor([[short, now.of[key]] for short, key in keys.items()], dtype=torch.int64)
         ranks_by_checksum: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for rank, rows in enumerate(rows_of_ranks(table.reshape(-1, 2), self._device)):
+        for rank, rows in enumerate(rows_of_ranks(table.reshape(-1, 2))):
             for short, checksum in rows.tolist():
                 ranks_by_checksum[short][checksum].append(rank)
         found = []

@@ -103,7 +103,7 @@ class ShardedDecoder(Decoder):
             return should_stop
 
         def agreed() -> bool:
-            wants = torch.tensor(should_stop(), dtype=torch.int32, device=self.device)
+            wants = torch.tensor(should_stop(), dtype=torch.int32)  # in host memory: over gloo
             dist.all_reduce(wants, dist.ReduceOp.MAX, group=self._replica)
             return bool(wants)
 

@@ -22,7 +22,7 @@ from services.engines.implementation import compute_dtype
 from services.engines.three_d.engine import ThreeDParallelEngine
 from services.rollout.base import Generation, Meter, RolloutEngine, SamplingOptions, check_names
 from services.rollout.stops import StopMatcher
-from services.rollout.vllm_engine import get_tp_group, start_engine  # pyright: ignore[reportAttributeAccessIssue] - without vLLM
+from services.rollout.vllm_engine import get_tp_group, runs_eagerly, start_engine  # pyright: ignore[reportAttributeAccessIssue] - without vLLM
 from services.rollout.vllm_requests import check_temperature, generation_of, parameters
 from services.rollout.vllm_shards import load_parts
 from services.storage.layout import Layout
@@ -61,6 +61,8 @@ class VLLMRollout(RolloutEngine):
         self.ranks_together = tensor_parallel
         if not self._on_gpu:
             self.limits = ("rollout engine vllm: Offload frees nothing, vLLM does not sleep on a CPU",)
+        elif runs_eagerly(table):
+            self.limits = ("rollout engine vllm: eager mode, without CUDA graphs: vllm.enforce_eager = true",)
         self._engine = start_engine(
             directory, dtype=dtype, table=table, identity=identity, tensor_parallel=tensor_parallel
         )
@@ -118,7 +120,11 @@ class VLLMRollout(RolloutEngine):
         requests = [parameters(sampling, int(seed)) for seed in row_seeds]
         # The cache may be of earlier weights. Cached prefixes also change the last bits of a result, so that a service
         # restarted in between would not reproduce it.
-        self._engine.reset_prefix_cache()
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError(
+                "vLLM could not reset its prefix cache: it still has blocks of requests, whose results may be of "
+                "earlier weights"
+            )
         for row, prompt in enumerate(prompts):
             self._engine.add_request(str(row), {"prompt_token_ids": list(prompt)}, requests[row])
         watch = sampling.stop.watch(len(prompts)) if sampling.stop else None

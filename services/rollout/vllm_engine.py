@@ -61,8 +61,9 @@ class _OwnRanks(ExecutorWithExternalLauncher):
 def start_engine(
     directory: Path, *, dtype: torch.dtype, table: VllmTable, identity: str, tensor_parallel: int
 ) -> LLMEngine:
-    """Starts vLLM's engine and returns it. Unlinks the names of its shared memory, so that the memory is freed when
-    the last process that uses it ends. Collective.
+    """Starts vLLM's engine, with random weights, and returns it; its weights must be loaded before it generates.
+    Unlinks the names of its shared memory, so that the memory is freed when the last process that uses it ends.
+    Collective.
 
     Args:
         directory: Hugging Face directory of the model.
@@ -79,6 +80,8 @@ def start_engine(
     max_model_len: Any = table.max_model_len or None
     arguments = EngineArgs(
         model=str(directory),
+        # The training engine's weights come before the first generation, so none are read here.
+        load_format="dummy",
         skip_tokenizer_init=True,
         generation_config="vllm",
         dtype=dtype_name,
@@ -87,7 +90,7 @@ def start_engine(
         tensor_parallel_size=tensor_parallel,
         kv_cache_memory_bytes=int(table.kv_cache_gb * _GIB),
         gpu_memory_utilization=_SHARE_THAT_MUST_BE_FREE,
-        enforce_eager=table.enforce_eager,
+        enforce_eager=runs_eagerly(table),
         enable_sleep_mode=torch.cuda.is_available(),
         logprobs_mode="processed_logprobs",
         distributed_executor_backend=_OwnRanks,
@@ -110,10 +113,20 @@ def start_engine(
     return engine
 
 
+def runs_eagerly(table: VllmTable) -> bool:
+    """Returns whether vLLM runs the model in eager mode: as the table says, else on a CPU alone."""
+    return not torch.cuda.is_available() if table.enforce_eager is None else table.enforce_eager
+
+
 def _unlink_shared_memory(identity: str) -> None:
-    """Unlinks the names of vLLM's shared memory of this service, between two barriers, so that no rank is creating or
+    """Unlinks the names of vLLM's shared memory of this service, while all ranks wait, so that no rank is creating or
     opening such memory meanwhile. Collective."""
-    dist.barrier()
+    _meet()
     for path in _SHARED_MEMORY.glob(f"*{identity}-*cpushm*"):
         path.unlink(missing_ok=True)
-    dist.barrier()
+    _meet()
+
+
+def _meet() -> None:
+    """Waits for all ranks, over gloo; torch's barrier would run on NCCL where there is a GPU. Collective."""
+    dist.all_reduce(torch.zeros(1))

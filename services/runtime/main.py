@@ -25,6 +25,7 @@ from rlhf.errors import ConfigError, RlhfError
 from rlhf.plugins import load_object
 from rlhf.rendezvous import VARIABLE
 from rlhf.roles import find_role
+from services.runtime import gpus
 from services.runtime.hosts import host_addresses, network_interfaces
 from services.runtime.ranks import Ranks
 from services.runtime.server import RankServer
@@ -184,7 +185,8 @@ def _serve(
         roots, losses: `Worker.output_roots` and `Worker.losses`.
 
     Raises:
-        ConfigError: An engine cannot be imported, or the worker cannot be built.
+        ConfigError: An engine cannot be imported, the worker cannot be built, or ranks cannot have the device that the
+            table names.
     """
     # People and the launcher read the logs, so progress bars are off.
     os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error")
@@ -192,12 +194,17 @@ def _serve(
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(table.threads)
     os.environ.update(network_interfaces(host_addresses(table), os.environ))
+    gpus.prepare(name, table, os.environ)
     try:
         with _without_collection():
             chosen = worker_class(table)
             chosen.import_engines(table)
     except ImportError as error:
         raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
+    if chosen.uses_torch(table):
+        gpus.check_ranks(name, table.device, os.environ)
+    elif table.device == "cuda":
+        raise ConfigError(f"services.{name}.device is cuda, and this service has no model to compute there")
     ranks = Ranks.join(needs_torch=chosen.uses_torch(table), model_mesh=_model_mesh(table))
     worker = chosen(table, ranks)
     worker.service, worker.output_roots, worker.losses = name, roots, losses

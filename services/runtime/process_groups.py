@@ -21,17 +21,19 @@ BUCKETS_UNDER_WAY = 8
 """Most all-reduces in flight, which limits the memory of the buckets."""
 
 
-def own_group(groups: Sequence[Sequence[int]]) -> ProcessGroup:
+def own_group(groups: Sequence[Sequence[int]], backend: str | None = None) -> ProcessGroup:
     """Creates a process group for each list of ranks; returns the one that contains this rank. Collective over all
     ranks, each of which must pass the same lists.
 
     Args:
         groups: Ranks of each group, which together contain every rank once. The order within a group is kept.
+        backend: Backend of the groups. Default: those of the default group, gloo for tensors in host memory and, on
+            GPUs, NCCL for others.
     """
     own = None
     with _one_gloo_device():
         for ranks in groups:
-            group = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT, sort_ranks=False)
+            group = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT, backend=backend, sort_ranks=False)
             if dist.get_rank() in ranks:
                 own = group
     assert isinstance(own, ProcessGroup), "the groups of an axis hold every rank once"

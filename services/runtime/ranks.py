@@ -138,9 +138,9 @@ class Ranks:
         store = PrefixStore("rlhf-cluster", base)
         epoch = _meet(store, rank, size, epoch)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT_COLLECTIVES))
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        on_gpus = needs_torch and torch.cuda.is_available()
         dist.init_process_group(
-            backend,
+            "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
             store=PrefixStore("default", base),
             rank=rank,
             world_size=size,
@@ -252,10 +252,12 @@ class Ranks:
         peers may never come."""
         if self.store is None or (self.round is not None and not self.round.is_over):
             return  # a group cannot be ended while a rank waits in it for peers that will not come
+        import torch
         import torch.distributed as dist
 
         try:
-            work = dist.barrier(async_op=True)
+            # Not a barrier, which runs on NCCL where there is a GPU, on whatever device is current.
+            work = dist.all_reduce(torch.zeros(1), async_op=True)
             if work is not None:
                 work.wait(timedelta(seconds=5))
             dist.destroy_process_group()

@@ -24,8 +24,9 @@ NOTE_LENGTH = 8
 
 
 def make_group(size: int) -> ProcessGroup:
-    """Creates the process group of all `size` ranks that `Round` uses. Collective."""
-    return own_group([range(size)])
+    """Creates the process group of all `size` ranks that `Round` uses, on gloo, since notes are in host memory on GPU
+    ranks too. Collective."""
+    return own_group([range(size)], "gloo")
 
 
 class Round:

@@ -228,7 +228,8 @@ class Worker:
         """
 
     def prepare_thread(self) -> None:
-        """Prepares the compute thread, which calls this once at its start. Default: does nothing."""
+        """Prepares a thread of this rank that may touch its device; the compute thread and the writer of checkpoints
+        call this once at their start. Default: does nothing."""
 
     def close(self) -> None:
         """Ends processes and threads that the role has started. Called on the compute thread after the server has

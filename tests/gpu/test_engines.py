@@ -17,7 +17,7 @@ class OnGPU(EngineNumbers):
     @classmethod
     def device(cls) -> torch.device:
         if not torch.cuda.is_available():
-            pytest.skip("torch finds no GPU")
+            pytest.fail("`-m gpu` asks for a GPU, and torch finds none")
         torch.cuda.set_device(0)
         return torch.device("cuda", 0)
 

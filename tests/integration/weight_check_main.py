@@ -60,7 +60,7 @@ def held(engine: TrainEngine, start: str) -> HeldTensor:
 def found(engine: TrainEngine, kinds: tuple[str, ...]) -> dict[str, Any]:
     """Messages for an intact engine, before and after steps, and for a flipped bit in a tensor of each kind: by a
     comparison of replicas alone, by one over time, and by one before an update."""
-    micro_batches, check = split(PROMPTS, RESPONSES, token_budget=64, pad_id=0), WeightCheck(CPU)
+    micro_batches, check = split(PROMPTS, RESPONSES, token_budget=64, pad_id=0), WeightCheck()
     report: dict[str, Any] = {"intact": said(lambda: check.verify(engine.held()))}
     assert check.is_armed
     check.verify_before_update(engine.held())
@@ -73,7 +73,7 @@ def found(engine: TrainEngine, kinds: tuple[str, ...]) -> dict[str, Any]:
         flip(each.tensor)
         report[kind] = {
             "name": each.name,
-            "replicas": said(lambda: WeightCheck(CPU).verify(engine.held())),
+            "replicas": said(lambda: WeightCheck().verify(engine.held())),
             "over time": said(lambda: check.verify(engine.held())),
             "before an update": said(lambda: check.verify_before_update(engine.held())),
         }
@@ -106,7 +106,7 @@ def hybrid(directory: Path) -> dict[str, str]:
         decoder = ShardedDecoder(directory, mesh, engine.transition, dtype=torch.float32, device=CPU)
         rollout = HFRollout(decoder, token_budget=64)
         rollout.load_weights(engine.rollout_weights())
-        verify = partial(verify_rollout, rollout, engine, WeightCheck(CPU), CPU)
+        verify = partial(verify_rollout, rollout, engine, WeightCheck())
         report[f"{name}, intact"] = said(verify)
         weights = {each.name: each.tensor for each in rollout.held()}
         # The first half of its rows is of rank 0.

@@ -240,7 +240,7 @@ class TestVerifyWeights:
     def test_every_single_bit_counts(self) -> None:
         x = torch.zeros(3, dtype=torch.bfloat16)
         for bit in range(15):
-            check = WeightCheck(torch.device("cpu"))
+            check = WeightCheck()
             check.verify([HeldTensor("x", "whole", x, learns=False)])
             x.view(torch.int16)[1] ^= 1 << bit
             with pytest.raises(CorruptWeights, match="x on rank 0"):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,9 +25,12 @@ from services.critic.worker import CriticWorker
 from services.engines.sharded import ShardedEngine
 from services.roles.background import BackgroundWriter
 from services.roles.device import rank_device
+from services.roles.torch_worker import TorchWorker
+from services.runtime.compute import ComputeThread
 from services.runtime.ranks import Ranks
 from services.runtime.worker import NO_ROWS, CallContext, CallResult, CallRows
 from settings.critic import CriticTable
+from settings.service import ServiceTable
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -258,6 +262,27 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="local rank 2 has no GPU, this host shows 2"):
         rank_device()
     assert chosen == []
+
+
+class CurrentDevice(threading.local):
+    """CUDA's current device, which is GPU 0 in every thread that sets no other."""
+
+    index = 0
+
+
+def test_every_thread_that_touches_cuda_uses_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch):
+    gpus(monkeypatch, 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    current = CurrentDevice()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "index", device.index))
+    monkeypatch.setattr(TorchWorker, "role", "critic", raising=False)
+    worker = TorchWorker(ServiceTable(role="critic", address="127.0.0.1:1"), Ranks(0, 1, 0))
+    compute = ComputeThread(worker, cast(Any, None), cast(Any, None), lambda call: None)._thread
+    writer = BackgroundWriter(worker.prepare_thread)._thread
+    indices = [thread.submit(lambda: current.index).result(20) for thread in (compute, writer)]
+    for thread in (compute, writer):
+        thread.shutdown()
+    assert [current.index, *indices] == [1, 1, 1]
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:

@@ -147,7 +147,7 @@ class LoRAEngine(FSDPEngine):
     def load(self, directory: Path) -> Scalars:
         """Loads a checkpoint as `TrainEngine.load`. Also raises ValueError if it has no adapters, or their alpha is
         another."""
-        with all_or_none(f"reading {directory}", self.device):
+        with all_or_none(f"reading {directory}"):
             alpha = read_manifest(readable_path(directory))[1].get(ALPHA)
             if alpha != self._adapters.alpha:
                 held = "no adapters" if alpha is None else f"adapters with alpha {alpha:g}"

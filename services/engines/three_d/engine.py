@@ -159,8 +159,8 @@ class ThreeDParallelEngine(ShardedEngine):
             return (dummy_head if micro_batch.is_dummy else head)(raw, micro_batch)
 
         with self._sharding.computing():
-            for first in range(0, max_over_ranks(len(padded), self.device), per_round):
-                stop_together(should_stop(), self.device)
+            for first in range(0, max_over_ranks(len(padded)), per_round):
+                stop_together(should_stop())
                 ours = [each.to(self.device) for each in padded[first : first + per_round]]
                 results = run_forward(self._stage, self._groups, ours, read, self._hidden_template)
                 for micro_batch, output in zip(ours, results, strict=True):
@@ -197,7 +197,7 @@ class ThreeDParallelEngine(ShardedEngine):
         def write(partial: Path, gathered: Iterator[tuple[str, Tensor]]) -> str:
             return _write(self._stage, partial, gathered, tokenizer, dtype)
 
-        return export_gathered(directory, kept, write, self.device, self.progressed)
+        return export_gathered(directory, kept, write, self.progressed)
 
     def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         self._stage.load(weights)
@@ -222,7 +222,7 @@ class ThreeDParallelEngine(ShardedEngine):
         padded = [each.to(self.device) for each in self._pad_with_dummies(micro_batches)]
         with self._sharding.computing():
             run_forward_backward(self._stage, self._groups, padded, loss_head, self._hidden_template)
-        with all_or_none("the loss", self.device):
+        with all_or_none("the loss"):
             for error in failures:
                 raise error
         self._sum_gradients()

@@ -182,7 +182,7 @@ class FullySharded(WeightSharding):
         return _Gathered(kept, partial(self._gather, dtype))
 
     def padded_count(self, count: int) -> int:
-        most = torch.tensor(count, device=self._device)
+        most = torch.tensor(count)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         return int(most)
 

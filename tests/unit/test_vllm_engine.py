@@ -1,0 +1,53 @@
+"""How vLLM is started beside a training engine, and what it may not ignore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from services.rollout.base import SamplingOptions
+from settings.engines import VllmTable
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytestmark = pytest.mark.slow  # its import takes seconds
+
+
+@pytest.fixture
+def arguments(process_group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The arguments with which vLLM is started on a CPU."""
+    from services.rollout import vllm_engine
+
+    given: list[Any] = []
+    monkeypatch.setattr(vllm_engine, "EngineArgs", lambda **options: SimpleNamespace(**options))
+    monkeypatch.setattr(vllm_engine.LLMEngine, "from_engine_args", lambda args, **_: given.append(args))
+    vllm_engine.start_engine(
+        tmp_path, dtype=torch.float32, table=VllmTable(), identity="test", tensor_parallel=1
+    )
+    return given[0]
+
+
+def test_vllm_reads_no_checkpoint_that_is_replaced_at_once(arguments: Any):
+    assert arguments.load_format == "dummy"
+
+
+def test_vllm_captures_graphs_on_a_gpu_unless_told_otherwise(arguments: Any, monkeypatch: pytest.MonkeyPatch):
+    from services.rollout.vllm_engine import runs_eagerly
+
+    assert arguments.enforce_eager
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not runs_eagerly(VllmTable())
+    assert runs_eagerly(VllmTable(enforce_eager=True))
+
+
+def test_a_prefix_cache_that_is_not_reset_is_an_error():
+    from services.rollout.vllm import VLLMRollout
+
+    rollout = VLLMRollout.__new__(VLLMRollout)
+    rollout._engine = cast(Any, SimpleNamespace(reset_prefix_cache=lambda: False))
+    with pytest.raises(RuntimeError, match="could not reset its prefix cache"):
+        rollout._generate([[1]], SamplingOptions(max_new_tokens=1), np.zeros(1), cast(Any, None))
