@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 from chaos.targets import FREE_WITHIN_S, Target
 
@@ -42,5 +43,18 @@ def growth(target: Target, before: list[Usage]) -> str:
         assert new.rss - old.rss < GROWTH, target.name
         if not new.held <= old.held:
             opened = Counter(new.held.open) - Counter(old.held.open)
-            more.append(f"{target.name}: {old.held} -> {new.held}; new: {opened}")
+            named = [f"{name} {connection(name)}".strip() for name in opened.elements()]
+            more.append(f"{target.name}: {old.held} -> {new.held}; new: {named}")
     return "; ".join(more)
+
+
+def connection(name: str) -> str:
+    """Row of the kernel's tables (addresses in hexadecimal, state) of a socket of this network namespace, whose
+    descriptor has this name; empty for other descriptors."""
+    inode = name.removeprefix("socket:[").removesuffix("]")
+    for table in ("tcp", "tcp6", "unix"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if inode in words:
+                return " ".join([table, *(words[1:4] if table != "unix" else words[5:])])
+    return ""

@@ -79,6 +79,9 @@ def fork_rank(table: ServiceTable, variables: dict[str, str], arguments: list[st
     for stream in (1, 2):
         os.dup2(sink, stream)
     os.environ.update({**environment(table, DEPLOYMENT), **variables})
+    if getattr(table, "kind", "model") != "model":
+        # Served without torch, by an interpreter that has not imported it.
+        os.execv(sys.executable, [sys.executable, "-m", "services", table.role, *arguments])
     sys.argv = ["services", *arguments]
     main.run(table.role)
     raise AssertionError("a rank ends its process itself")
