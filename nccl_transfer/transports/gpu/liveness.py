@@ -17,6 +17,12 @@ from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost, from_
 CLOSED = "the transport was closed"
 """Error message of waits that end because the transport of this process was closed."""
 
+NO_ANSWER = "no answer by the deadline"
+"""Error message of waits whose deadline has passed, whether this process or gRPC notes it first."""
+
+GRPC_DEADLINE = "Deadline Exceeded"
+"""gRPC's own message of a call whose deadline has passed on this side."""
+
 LONGEST_PAUSE_S = 1e-3
 """Longest pause between two polls of a wait, in seconds; the first pauses are shorter."""
 
@@ -75,7 +81,7 @@ class LivenessStream:
             if self._ended.is_set() and not done():
                 raise self._why_ended(where)
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"{where}: no answer by the deadline")
+                raise DeadlineExceeded(f"{where}: {NO_ANSWER}")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -114,6 +120,8 @@ def wait_for_answer(call: Any, liveness: LivenessStream, deadline: float, where:
         liveness.wait(call.done, deadline, where)
         call.result()
     except grpc.RpcError as error:
+        if error.details() == GRPC_DEADLINE:
+            raise DeadlineExceeded(f"{where}: {NO_ANSWER}") from error
         raise from_rpc_error(error, where) from error
     finally:
         call.cancel()
