@@ -116,16 +116,11 @@ class ModelWorker(VerifiedWorker, TorchWorker):
         return self._writer.writing(directory)
 
     def describe(self) -> worker_pb2.DescribeResponse:
-        limits = []
-        if self.torch_device.type == "cpu":
-            limits.append("Offload and Onload move nothing: weights are in host memory already")
-        elif self.table.dtype == "float32":
-            limits.append("computes in float32: with dtype = 'bfloat16' a GPU is several times as fast")
         return worker_pb2.DescribeResponse(
             vocabulary_hash=self._vocabulary_hash,
             parameters=self.engine.num_parameters,
             engine=self.engine_name(),
-            limits=limits,
+            limits=_limits_of(self.torch_device, self.table.dtype),
             max_tokens=min(self.table.micro_batch_tokens, self.model_config.max_position_embeddings),
             matmul=matmul.backend() if self.torch_device.type == "cpu" else "",
             cpu_capability=torch.backends.cpu.get_cpu_capability(),
@@ -298,3 +293,12 @@ class ModelWorker(VerifiedWorker, TorchWorker):
         self.load(directory)
         self._history.loaded(request.state_id, call.call.call_id, self.policy_version)
         return CallResult()
+
+
+def _limits_of(device: torch.device, dtype: str) -> list[str]:
+    """Returns the limits that Describe tells of a rank that computes in this data type on this device."""
+    if device.type == "cpu":
+        return ["Offload and Onload move nothing: weights are in host memory already"]
+    if dtype == "float32":
+        return ["computes in float32: with dtype = 'bfloat16' a GPU is several times as fast"]
+    return []

@@ -29,7 +29,7 @@ REQUIREMENTS = {
     if requirement.name != PROJECT["name"]
 }
 PRIVATE_NAMES_USED = ["torch", "transformers", "peft", "deepspeed", "vllm"]
-NATIVE = ["protobuf", "grpcio", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13"]
+NATIVE = ["protobuf", "grpcio", "cupy-cuda12x", "cupy-cuda13x"]
 """Libraries whose generated code or binary interface is used."""
 
 

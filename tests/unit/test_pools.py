@@ -38,7 +38,7 @@ FIRST, SECOND = ResourcePool("first", BOTH.devices[:1]), ResourcePool("second", 
 
 
 def actor(**keys: Any) -> ActorTable:
-    return ActorTable(role="actor", address="127.0.0.1:7101", model=MODEL, **keys)
+    return ActorTable(role="actor", address="127.0.0.1:7101", model=MODEL, device="cpu", **keys)
 
 
 def reward(**keys: Any) -> RewardTable:
@@ -53,10 +53,13 @@ def test_the_quickstart_made_of_objects_is_that_of_its_file() -> None:
                 role="critic",
                 address="127.0.0.1:7102",
                 model=MODEL,
+                device="cpu",
                 optimizer=OptimizerTable(learning_rate=1e-3),
             ),
         ),
-        FIRST.place(reference=ReferenceTable(role="reference", address="127.0.0.1:7103", model=MODEL)),
+        FIRST.place(
+            reference=ReferenceTable(role="reference", address="127.0.0.1:7103", model=MODEL, device="cpu")
+        ),
         SECOND.place(reward=reward(kind="function", function="exact_match")),
         run=RunTable(name="quickstart", seed=0, steps=50, evaluate_every=10),
         data=DATA,

@@ -164,21 +164,22 @@ def test_a_server_beyond_loopback_needs_certificates_or_leave(certificates: Path
 
 
 def test_credentials_are_those_of_before_after_a_block(certificates: Path) -> None:
-    security = load_security(certificates)
+    security, before = load_security(certificates), current()
     with contextlib.suppress(KeyError), adopted(security):
         assert current() is security
         raise KeyError
-    assert current() is PLAINTEXT
+    assert current() is before
 
 
 def test_runs_with_the_same_credentials_end_in_any_order(certificates: Path) -> None:
+    before = current()
     first, second = (contextlib.ExitStack() for _ in range(2))
     first.enter_context(adopted(load_security(certificates)))
     second.enter_context(adopted(load_security(certificates)))
     first.close()
     assert current() == load_security(certificates)
     second.close()
-    assert current() is PLAINTEXT
+    assert current() is before
 
 
 @pytest.mark.parametrize("is_secured", [True, False])
