@@ -29,7 +29,7 @@ def find(deployment: str) -> list[psutil.Process]:
     found = set(marked)
     for root in _roots(marked):
         with contextlib.suppress(psutil.NoSuchProcess):
-            found.update(child for child in root.children(recursive=True) if _is_alive(child))
+            found.update(child for child in root.children(recursive=True) if is_alive(child))
     return sorted(found, key=lambda process: process.pid)
 
 
@@ -50,7 +50,7 @@ def stop(deployment: str, grace_s: float) -> None:
     def living() -> list[psutil.Process]:
         # An unmarked process is found through its ancestors only, so it is remembered when they end first.
         seen.update(find(deployment))
-        return [process for process in seen if _is_alive(process)]
+        return [process for process in seen if is_alive(process)]
 
     kill_after(grace_s, living)
 
@@ -100,7 +100,8 @@ def _parent(process: psutil.Process) -> int | None:
     return None
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process has not ended; False also for one that its parent has not waited for yet."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -101,7 +101,8 @@ def stop(deployment: Deployment, grace_s: float) -> bool:
             living.terminate()
         processes.kill_after(
             grace_s + processes.KILL_TIMEOUT_S,
-            lambda: [process] if (process := supervisor(deployment)) else [],
+            # It gives up its lock before its process ends.
+            lambda: [living] if processes.is_alive(living) else [],
         )
     processes.stop(deployment.id, grace_s)
     # Not where a new supervisor has the config already.

@@ -1,10 +1,14 @@
-"""rlhf-deploy with fake services, whose flags are in the variable FAKE_FLAGS: {"service": ["--flag"]}."""
+"""rlhf-deploy with fake services, whose flags are in the variable FAKE_FLAGS: {"service": ["--flag"]}.
+
+The flag --slow-exit of "supervisor" makes its process end a second after its work."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from deploy.cli import main
@@ -22,4 +26,6 @@ def fake_service(job: Job) -> list[str]:
 
 
 if __name__ == "__main__":
+    if "up" in sys.argv and "--slow-exit" in json.loads(os.environ[FLAGS_VARIABLE]).get("supervisor", []):
+        atexit.register(time.sleep, 1.0)
     main(obj=LaunchOptions(fake_service, GRACE_S))

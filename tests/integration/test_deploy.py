@@ -324,6 +324,14 @@ def test_status_tells_the_settings_that_services_were_started_with(host: Host) -
     assert host.run("down", "two.toml")[0] == 0
 
 
+def test_down_returns_when_the_process_of_the_supervisor_has_ended(host: Host) -> None:
+    host.flags["supervisor"] = ["--slow-exit"]
+    up = host.up()
+    assert host.run("down", "two.toml")[0] == 0
+    assert up.poll() is not None
+    end_of(up)
+
+
 def test_logs_shows_what_services_have_said_also_after_their_end(host: Host) -> None:
     host.logs.mkdir(parents=True)
     for name in ("one", "two"):
