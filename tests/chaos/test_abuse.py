@@ -64,7 +64,7 @@ def targets(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         yield made
 
 
-@pytest.fixture(params=["actor", "reward"])
+@pytest.fixture(params=["actor", pytest.param("reward", marks=pytest.mark.full)])
 def target(request: pytest.FixtureRequest, targets: dict[str, Target]) -> Iterator[Target]:
     """A service, which after the test is as it was before."""
     target = targets[request.param]

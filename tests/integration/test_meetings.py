@@ -189,7 +189,7 @@ def test_what_became_of_a_call_can_be_asked_for_after_its_deadline(actor: Servic
     assert all(isinstance(outcome, RlhfError) for outcome in outcomes)
 
 
-@pytest.mark.parametrize("method", ["update_actor", pytest.param("profile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["update_actor", pytest.param("profile", marks=pytest.mark.full)])
 def test_a_call_that_is_lost_on_its_way_to_one_rank_holds_up_later_ones_for_a_few_seconds(
     actor: Service, tmp_path: Path, method: str
 ) -> None:

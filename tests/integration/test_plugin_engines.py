@@ -153,7 +153,7 @@ def test_the_transport_passes_the_published_contract(plugins: Path, tmp_path: Pa
     pass_the_contract("plugin_transport_contract.py", plugins, tmp_path, "-k", "not gibibyte")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(CONTRACT_TIMEOUT_S + 60)
 def test_the_contract_finds_faults_of_transports(tmp_path: Path) -> None:
     tests = tmp_path / "test_faulty_transports.py"

@@ -132,7 +132,7 @@ def test_the_cells_of_the_notebook_run_under_a_running_loop_and_leave_the_proces
     check_notebook_run(notebook.parent, processes)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_notebook_runs_in_a_kernel(
     notebook: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ def test_the_engine_and_what_it_cannot_do_are_described(actor: Service) -> None:
     assert any("vLLM does not sleep on a CPU" in limit for limit in actor.description.limits)
 
 
+@pytest.mark.full
 def test_a_row_says_the_same_on_one_rank_and_on_two(up: Cluster) -> None:
     responses = []
     for name in ACTORS:

@@ -59,7 +59,10 @@ FAST_CASES = ("llama-float64", "llama-float32", "qwen2-float64", "critic-value")
 EVERY_CASE = (*FAST_CASES, "qwen2-float32", "qwen3-float64", "mistral-float64")
 FULL = [pytest.mark.full, pytest.mark.timeout(1200)]
 LAUNCHES = [
-    *(pytest.param((size, FAST[size], FAST_CASES), id=f"{size} ranks") for size in FAST),
+    *(
+        pytest.param((size, FAST[size], FAST_CASES), id=f"{size} ranks", marks=() if size == 4 else FULL)
+        for size in FAST
+    ),
     *(
         pytest.param((size, EVERY[size], EVERY_CASE), id=f"{size} ranks, every mesh", marks=FULL)
         for size in EVERY

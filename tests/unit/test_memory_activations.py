@@ -58,7 +58,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in MODELS}
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("bfloat16", "adapters")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_a_rank_allocates_what_is_predicted(name: str, models: dict[str, Path]) -> None:
     use = replace(CASES[name], micro_batch_tokens=ROWS.count * (ROWS.prompt_tokens + ROWS.response_tokens))
     found = measure(use, ROWS, models.get(name, models["llama"]), repeats=1)
