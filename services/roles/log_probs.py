@@ -6,7 +6,7 @@ import math
 
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import reference_pb2
-from services.compute.heads import PolicyHead
+from services.compute.heads import LOWEST_TEMPERATURE, PolicyHead
 from services.roles.columns import sequence_columns
 from services.roles.micro_batching import per_token
 from services.roles.model_worker import ModelWorker
@@ -21,10 +21,12 @@ def policy_head(temperature: float, *, entropy_gradient: bool = False) -> Policy
         entropy_gradient: Whether gradients flow through the entropy.
 
     Raises:
-        InvalidRequest: The temperature is not above 0 and finite.
+        InvalidRequest: The temperature is below LOWEST_TEMPERATURE or not finite.
     """
-    if not 0 < temperature < math.inf:
-        raise InvalidRequest(f"temperature must be above 0 and finite (given: {temperature})")
+    if not LOWEST_TEMPERATURE <= temperature < math.inf:
+        raise InvalidRequest(
+            f"temperature must be above 0 and finite, at least {LOWEST_TEMPERATURE:g} (given: {temperature})"
+        )
     return PolicyHead(temperature, entropy_gradient=entropy_gradient)
 
 

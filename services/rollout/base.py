@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
+from services.compute.heads import LOWEST_TEMPERATURE
 from services.engines.base import EngineOffloaded, HeldTensor, TrainEngine
 from services.rollout.stops import StopStrings
 from services.runtime.ranks import FailedAlone
@@ -59,8 +60,10 @@ class SamplingOptions:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.greedy:
             return
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be above 0 and finite, got {self.temperature}")
+        if not LOWEST_TEMPERATURE <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature must be above 0 and finite, at least {LOWEST_TEMPERATURE:g}; got {self.temperature}"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:

@@ -303,7 +303,7 @@ def f(number):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(VERDICT_TIMEOUT_S)
 @pytest.mark.skipif(
     not any(controller.name == "cpu" for controller in cgroups.usable(LIMITS)),
