@@ -8,6 +8,8 @@ SOURCES := pyproject.toml setup.py $(wildcard protos/rlhf/v1/*.proto)
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
+# After pytest: status 1 where tests have failed. Where not all of them ran, nothing is left to run again.
+NOTE := { status=$$?; [ $$status -eq 1 ] || { rm -f .pytest_cache/v/cache/lastfailed; exit $$status; }; }
 RESULTS := benchmarks/results/$(if $(shell grep -s GenuineIntel /proc/cpuinfo),intel,amd)
 
 .DEFAULT_GOAL := help
@@ -41,12 +43,14 @@ pipeline: $(RUNS) ## SFT, a reward model and PPO from raw dialogues (DATA=FILE, 
 
 test: setup ## Run the tests that belong to every change and are quick, without a GPU.
 	@status=0; set -x; \
-	$(PYTEST) -n 2 -m "not full and not slow and not gpu" tests/test_architecture.py tests/unit tests/contract || status=1; \
-	$(PYTEST) -n 2 --dist loadfile -m "not full and not slow and not gpu" tests/integration tests/chaos || status=1; \
+	$(PYTEST) -n 2 -m "not full and not slow and not gpu" tests/test_architecture.py tests/unit tests/contract || $(NOTE); \
+	$(PYTEST) -n 2 --dist loadfile -m "not full and not slow and not gpu" tests/integration tests/chaos || $(NOTE); \
 	exit $$status
 
 test-slow: setup ## Run the rest of what belongs to every change: minutes of real services.
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not full and not gpu" tests
+	@status=0; set -x; \
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not full and not gpu" tests || $(NOTE); \
+	exit $$status
 
 test-again: setup ## Run the tests that failed last once more, one at a time.
 	$(PYTEST) --last-failed --last-failed-no-failures none tests

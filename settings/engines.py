@@ -20,6 +20,9 @@ TRAINING_GROUP = "rlhf_cluster.training_engines"
 ROLLOUT_GROUP = "rlhf_cluster.rollout_engines"
 """Entry-point group of rollout engines: NAME = "module:object", where the object is a `RolloutSpec`."""
 
+LOWEST_TEMPERATURE = 1e-6
+"""Lowest sampling temperature: quotients of logits and smaller ones leave the range of float32."""
+
 VLLM_TEMPERATURES = (0.01, 2.0)
 """Lowest and highest sampling temperature allowed with vLLM, which replaces lower ones by the lowest with no more
 than a line in its log."""
@@ -125,7 +128,7 @@ class RolloutSpec(Spec):
     """
 
     options_key: str = "rollout_options"
-    temperatures: tuple[float, float] = (0.0, math.inf)
+    temperatures: tuple[float, float] = (LOWEST_TEMPERATURE, math.inf)
     row_limit: str = ""
     takes_shards: bool = False
     in_training_memory: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from settings.engines import LOWEST_TEMPERATURE
 from settings.strict import Positive, Strict
 
 
@@ -14,7 +15,7 @@ class RolloutTable(Strict):
     """Number of responses to each prompt."""
     max_response_tokens: Positive = 128
     """Maximum length of a response, in tokens."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=LOWEST_TEMPERATURE)
     """Sampling temperature: divides the logits in sampling, and in the computation of log-probabilities."""
     top_k: int = Field(default=0, ge=0)
     """Samples from the k most probable tokens. 0: from all."""

@@ -22,9 +22,6 @@ Output = TypeVar("Output")
 Head = Callable[[Any, MicroBatch], Output]
 """Function of a model's raw output and its micro-batch that returns the output for response tokens."""
 
-LOWEST_TEMPERATURE = 1e-6
-"""Lowest divisor of logits: with smaller ones their quotients leave the range of float32."""
-
 
 @dataclass(frozen=True, eq=False)
 class PolicyOutput:

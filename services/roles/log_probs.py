@@ -6,11 +6,12 @@ import math
 
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import reference_pb2
-from services.compute.heads import LOWEST_TEMPERATURE, PolicyHead
+from services.compute.heads import PolicyHead
 from services.roles.columns import sequence_columns
 from services.roles.micro_batching import per_token
 from services.roles.model_worker import ModelWorker
 from services.runtime.worker import CallContext, CallResult, CallRows
+from settings.engines import LOWEST_TEMPERATURE
 
 
 def policy_head(temperature: float, *, entropy_gradient: bool = False) -> PolicyHead:

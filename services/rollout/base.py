@@ -14,11 +14,11 @@ from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
-from services.compute.heads import LOWEST_TEMPERATURE
 from services.engines.base import EngineOffloaded, HeldTensor, TrainEngine
 from services.rollout.stops import StopStrings
 from services.runtime.ranks import FailedAlone
 from settings.actor import ActorTable
+from settings.engines import LOWEST_TEMPERATURE
 
 FinishReason = Literal["stop", "length"]
 """Why a response ended: "stop" at an end-of-sequence token or a stop string, "length" at `max_new_tokens`."""
