@@ -26,7 +26,7 @@ def policy_head(temperature: float, *, entropy_gradient: bool = False) -> Policy
     """
     if not LOWEST_TEMPERATURE <= temperature < math.inf:
         raise InvalidRequest(
-            f"temperature must be above 0 and finite, at least {LOWEST_TEMPERATURE:g} (given: {temperature})"
+            f"temperature must be finite and at least {LOWEST_TEMPERATURE:g} (given: {temperature})"
         )
     return PolicyHead(temperature, entropy_gradient=entropy_gradient)
 

@@ -300,5 +300,5 @@ def _limits_of(device: torch.device, dtype: str) -> list[str]:
     if device.type == "cpu":
         return ["Offload and Onload move nothing: weights are in host memory already"]
     if dtype == "float32":
-        return ["computes in float32: with dtype = 'bfloat16' a GPU is several times as fast"]
+        return ["computes in float32; dtype = 'bfloat16' computes in bfloat16"]
     return []

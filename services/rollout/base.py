@@ -62,7 +62,7 @@ class SamplingOptions:
             return
         if not LOWEST_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature must be above 0 and finite, at least {LOWEST_TEMPERATURE:g}; got {self.temperature}"
+                f"temperature must be finite and at least {LOWEST_TEMPERATURE:g}; got {self.temperature}"
             )
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}")

@@ -88,7 +88,7 @@ def scorer_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) ->
 
 @contextlib.contextmanager
 def no_more_memory_than(nbytes: int) -> Iterator[None]:
-    """Context manager that limits the growth of the address space of this process to so many bytes."""
+    """Context manager that limits how far the address space of this process grows in the block, in bytes."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + nbytes, before[1]))
     try:

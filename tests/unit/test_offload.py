@@ -41,7 +41,7 @@ class Storage:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens, in order, on a GPU that is not there."""
+    """Events on a simulated GPU, in order."""
     events: list[str] = []
 
     def empty(size: Any, pin_memory: bool = False, **_: Any) -> Any:
