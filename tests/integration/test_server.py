@@ -321,7 +321,7 @@ def test_stat_says_why_transports_are_not_available(actor: Service) -> None:
             "generate_sequences",
             {"sampling": actor_pb2.Sampling(max_new_tokens=4)},
             "",
-            "temperature must be above 0",
+            "temperature must be finite and at least 1e-06",
         ),
         (
             "generate_sequences",
@@ -329,7 +329,7 @@ def test_stat_says_why_transports_are_not_available(actor: Service) -> None:
             "",
             "max_new_tokens must be at least 1",
         ),
-        ("compute_log_prob", {}, "", "temperature must be above 0"),
+        ("compute_log_prob", {}, "", "temperature must be finite and at least 1e-06"),
         ("compute_log_prob", {"temperature": 1.0}, "response_ids", "column 'response_ids' is missing"),
         (
             "update_actor",
@@ -337,7 +337,7 @@ def test_stat_says_why_transports_are_not_available(actor: Service) -> None:
             "advantages",
             "column 'advantages' is missing",
         ),
-        ("update_actor", {"loss": POLICY_LOSS, "schedule": TWO_STEPS}, "", "temperature must be above 0"),
+        ("update_actor", {"loss": POLICY_LOSS, "schedule": TWO_STEPS}, "", "temperature must be finite and at least 1e-06"),
         ("update_actor", {"loss": POLICY_LOSS, "temperature": 1.0}, "", "schedule"),
         ("update_actor", {"schedule": TWO_STEPS, "temperature": 1.0}, "", "loss"),
         ("compute_loss", {}, "text", "column 'text' is missing"),
