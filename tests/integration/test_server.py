@@ -337,7 +337,12 @@ def test_stat_says_why_transports_are_not_available(actor: Service) -> None:
             "advantages",
             "column 'advantages' is missing",
         ),
-        ("update_actor", {"loss": POLICY_LOSS, "schedule": TWO_STEPS}, "", "temperature must be finite and at least 1e-06"),
+        (
+            "update_actor",
+            {"loss": POLICY_LOSS, "schedule": TWO_STEPS},
+            "",
+            "temperature must be finite and at least 1e-06",
+        ),
         ("update_actor", {"loss": POLICY_LOSS, "temperature": 1.0}, "", "schedule"),
         ("update_actor", {"schedule": TWO_STEPS, "temperature": 1.0}, "", "loss"),
         ("compute_loss", {}, "text", "column 'text' is missing"),
