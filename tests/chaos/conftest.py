@@ -143,8 +143,8 @@ class Site:
         """Runs an installed program to its end, in a fork of a process that has imported most of it: for the many that
         end before they have done anything, an interpreter's start takes most of the time."""
         out, err = self.directory / f"{program}.out", self.directory / f"{program}.err"
-        arguments = (program, arguments, self.directory, self._environment(), out, err)
-        process = server_context().Process(target=run_program, args=arguments)
+        given = (program, arguments, self.directory, self._environment(), out, err)
+        process = server_context().Process(target=run_program, args=given)
         process.start()
         process.join(timeout_s)
         if process.exitcode is None:
