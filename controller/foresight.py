@@ -1,12 +1,16 @@
-"""Estimates and checks before services start: arena memory of a step, and whether models fit their meshes."""
+"""Estimates and checks before services start: arena memory of a step, and whether models fit their meshes; and what the
+controller reads of models on the hub."""
 
 from __future__ import annotations
 
+import logging
 import math
 
 from controller.config.config import Config
+from rlhf.errors import ConfigError
 from rlhf.roles import find_role
 from settings.fit import check_model_fits
+from settings.hub import DESCRIPTION, fetch, hub_model
 from settings.model import ModelTable
 
 
@@ -40,6 +44,18 @@ def arena_warnings(config: Config, prompt_tokens: int) -> list[str]:
         for name, needed in arena_mb_needed(config, prompt_tokens).items()
         if needed > config.services[name].arena_mb
     ]
+
+
+def fetch_descriptions(config: Config) -> None:
+    """Downloads the config and the tokenizer of models on the hub, which the controller reads, into this host's cache.
+    Where that fails, it is logged alone: as model directories, they may be on the hosts of the services only."""
+    for name, table in config.services.items():
+        model = table.model_directory
+        if model is not None and hub_model(model) is not None:
+            try:
+                fetch(model, f"services.{name}.model", config.run.connect_timeout_s, DESCRIPTION)
+            except ConfigError as error:
+                logging.warning("%s", error)
 
 
 def check_models(config: Config) -> None:

@@ -18,6 +18,7 @@ from settings.engines import (
     check_options,
     training_engine,
 )
+from settings.hub import local_directory
 from settings.service import ServiceTable
 from settings.strict import Positive, Strict
 
@@ -65,7 +66,8 @@ class ModelTable(ServiceTable):
     """Settings common to services with a model."""
 
     model: Path
-    """Hugging Face directory of the model and its tokenizer."""
+    """Hugging Face directory of the model and its tokenizer; or, where there is no such directory, a
+    model on the Hugging Face hub, as owner/name or owner/name@revision (docs/models.md)."""
     engine: TrainingEngineName = "fsdp"
     """Training engine: fsdp shards every weight over all ranks (FSDP2); 3d uses pipeline, tensor and data parallelism
     as `mesh` says; zero is DeepSpeed ZeRO, which the extra `deepspeed` installs. Or a plug-in: the name of an entry
@@ -104,8 +106,8 @@ class ModelTable(ServiceTable):
 
     @property
     def model_directory(self) -> Path:
-        """Directory of the model that the service loads: `model`."""
-        return self.model
+        """Directory of the model that the service loads: `model`, or its copy in the hub's cache (`settings.hub`)."""
+        return local_directory(self.model)
 
     @property
     def needs_torch(self) -> bool:

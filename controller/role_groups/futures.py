@@ -104,26 +104,30 @@ def all_of(futures: Sequence[Future[T]]) -> Future[list[T]]:
     """Returns a future of the results of all futures, in order, which is resolved when all are done. If
     futures fail, its exception is that of the first failed one in the order of `futures`."""
     together = promise()
-    _gather(list(futures), [], [], together)
+    _gather(deque(futures), [], [], together)
     return together
 
 
 def _gather(
-    left: list[Future[T]], values: list[T], errors: list[BaseException], together: Future[list[T]]
+    left: deque[Future[T]], values: list[T], errors: list[BaseException], together: Future[list[T]]
 ) -> None:
-    """Adds the results of the futures `left`, in order, to `values` or to `errors`, and resolves `together` when all
+    """Moves the results of the futures `left`, in order, to `values` or to `errors`, and resolves `together` when all
     are there. Returns without waiting."""
-    while left and left[0].done():
-        first, *left = left
+
+    def go_on(done: Future[T]) -> None:
+        left.appendleft(done)
+        _gather(left, values, errors, together)
+
+    while left:
+        first = left.popleft()  # a future keeps its callbacks, so they must not refer to it
+        if not first.done():
+            first.add_done_callback(go_on)
+            return
         try:
             values.append(first.result())
         except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
             errors.append(error)
-    if left:
-        # A future keeps its callbacks, so they must not refer to it.
-        first, *others = left
-        first.add_done_callback(lambda done: _gather([done, *others], values, errors, together))
-    elif errors:
+    if errors:
         together.set_exception(errors[0])
     else:
         together.set_result(values)
@@ -132,13 +136,17 @@ def _gather(
 def resolve_after(before: Sequence[Future[Any]], future: Future[None]) -> None:
     """Returns without waiting; `future` is resolved to None as soon as all futures in `before` are done, with a result
     or an error."""
-    left = [other for other in before if not other.done()]
-    if left:
-        # A future keeps its callbacks, so they must not refer to it.
-        first, *others = left
-        first.add_done_callback(lambda _: resolve_after(others, future))
-    else:
-        _resolve(future)
+    _resolve_after(deque(before), future)
+
+
+def _resolve_after(left: deque[Future[Any]], future: Future[None]) -> None:
+    """As `resolve_after`; removes the futures that are done from `left`."""
+    while left:
+        first = left.popleft()  # a future keeps its callbacks, so they must not refer to it
+        if not first.done():
+            first.add_done_callback(lambda _: _resolve_after(left, future))
+            return
+    _resolve(future)
 
 
 _resolving = threading.local()

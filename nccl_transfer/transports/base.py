@@ -159,6 +159,8 @@ class Reader(ABC):
             deadline: Time at which the read fails, on the clock of `time.monotonic`, in seconds.
 
         Raises:
+            AttachFailed: What the transport needs to read from the rank could not be set up, though `why_not` gave no
+                reason; no byte was read. The rank is then read by the next transport that reaches it.
             DeadlineExceeded: The bytes did not arrive by the deadline.
             ServiceLost: The rank has ended, or cannot be reached.
             Refused: The service has another epoch than `source`, or a shard was released.

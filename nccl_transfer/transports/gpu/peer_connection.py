@@ -14,7 +14,7 @@ import grpc
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.transports.common import remaining_s
 from nccl_transfer.transports.gpu.liveness import CLOSED, LivenessStream
-from rlhf.errors import DeadlineExceeded, Refused
+from rlhf.errors import AttachFailed, DeadlineExceeded, OutOfSpace, Refused, RlhfError, ServiceLost
 
 CLOSING_S = 5.0
 """Maximum seconds that `close` waits for a running transfer. It ends immediately unless a CUDA call blocks it."""
@@ -88,7 +88,7 @@ class PeerConnection(ABC, Generic[S]):
         if self._turn.acquire(blocking=False):
             try:
                 if self.liveness is None or not self.liveness.is_alive:
-                    self._free()
+                    self.disconnect()
             finally:
                 self._leave()
 
@@ -103,17 +103,31 @@ class PeerConnection(ABC, Generic[S]):
         """Releases the lock; first frees resources and channel if the connection was closed."""
         try:
             if self.closed.is_set():
-                self._free()
+                self.disconnect()
         finally:
             self._turn.release()
 
-    def _free(self) -> None:
+    def disconnect(self) -> None:
         """Frees the resources, then closes the channel; in this order, because the source frees its memory when the
-        channel is closed."""
+        channel is closed. A later transfer connects again."""
         self.end()
         if self._channel is not None:
             self._channel.close()
         self._channel = None
+
+
+@contextmanager
+def attaching(where: str) -> Iterator[None]:
+    """Context manager for the set-up of a connection: raises what fails in the block as AttachFailed, a foreign error
+    with the prefix `where`. Errors that say nothing of the transport stay as they are: DeadlineExceeded, ServiceLost
+    and Refused, which another transport would meet too, and OutOfSpace, which may be over at the next read."""
+    try:
+        yield
+    except (DeadlineExceeded, ServiceLost, Refused, OutOfSpace):
+        raise
+    except Exception as error:
+        text = str(error) if isinstance(error, RlhfError) else f"{where}: {type(error).__name__}: {error}"
+        raise AttachFailed(text) from error
 
 
 A = TypeVar("A", bound=PeerConnection[Any])
