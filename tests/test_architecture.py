@@ -128,19 +128,24 @@ def worker_class(role: str) -> type[Worker]:
     return getattr(importlib.import_module(f"{package(role)}.worker"), f"{role.capitalize()}Worker")
 
 
+def paths_of(role: str) -> set[str]:
+    return {method.path for method in group_methods(role).values()}
+
+
 @pytest.mark.parametrize("role", BUILT_IN)
 def test_every_method_of_a_proto_is_registered_with_the_protocol_it_declares(role: str) -> None:
     methods = registered_methods(worker_class(role))
-    assert methods.keys() == group_methods(role).keys()
+    declared = {path for each in (role, *worker_class(role).also_serves) for path in paths_of(each)}
+    assert methods.keys() == declared
     for method, registration in methods.values():
         assert method.spec is not None
         assert registration.protocol == method.spec.transfer_protocol
 
 
-def test_an_actor_with_adapters_has_the_methods_of_both_its_roles() -> None:
+def test_an_actor_with_adapters_has_the_methods_of_all_its_roles() -> None:
     worker = importlib.import_module("services.actor.lora").LoRAActorWorker
-    both = group_methods("actor") | group_methods("reference")
-    assert registered_methods(worker).keys() == both.keys()
+    roles = ("actor", "rollout", "reference")
+    assert registered_methods(worker).keys() == {path for role in roles for path in paths_of(role)}
 
 
 def test_no_pickle_of_ours() -> None:

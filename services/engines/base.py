@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
+from services.engines.generation_shards import GenerationShards
 from services.models.loading import Load
 from services.storage.checkpoint import NO_SCALARS, Scalars
 from settings.model import ModelTable
@@ -302,6 +303,10 @@ class TrainEngine(ABC):
         generation shards if the engine has a generation mesh, otherwise whole tensors as `full_tensors` (the
         default). The iterator is collective, as that of `full_tensors`."""
         return self.full_tensors()
+
+    def generation_shards(self) -> GenerationShards | None:
+        """Returns how `rollout_weights` cuts the weights; None (the default) where it yields whole tensors."""
+        return None
 
     @abstractmethod
     def export(

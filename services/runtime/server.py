@@ -203,11 +203,10 @@ class RankServer:
             **{transfer[name].path: handler for name, handler in rows.handlers().items()},
             **self.sources.handlers(),
         }
-        in_turn = {method.path for method, _ in self.methods.values()}
         for service, methods in self._services().items():
             table = {}
             for method in methods.values():
-                handler = self._in_turn(method) if method.path in in_turn else direct.get(method.path)
+                handler = self._in_turn(method) if method.path in self.methods else direct.get(method.path)
                 if handler is None:
                     raise ConfigError(
                         f"{method.path}: the source of its transport has no handler of this name"
@@ -221,7 +220,7 @@ class RankServer:
     def _in_turn(self, method: Method) -> Handler:
         """Returns a handler that queues each call of a method and awaits its response; queued calls of all methods
         run one at a time on this rank, in the order of their sequence numbers."""
-        method, registration = self.methods[method.snake_name]
+        method, registration = self.methods[method.path]
 
         async def run(request: Any, context: Any) -> Any:
             self._guard.check(self._guard.granted(context), method, request)

@@ -370,10 +370,11 @@ def require(request: Any, *names: str) -> None:
 
 
 def registered_methods(worker: type[Worker]) -> dict[str, tuple[Method, Registration]]:
-    """Returns the methods that the controller calls on all ranks of a worker's roles, with their registrations.
+    """Returns the methods that the controller calls on all ranks of a worker's roles, with their registrations. Methods
+    of the same name in several roles are the same method of the worker.
 
     Returns:
-        (method, registration) by the method's Python name, such as "update_actor".
+        (method, registration) by the method's path, such as "/rlhf.v1.ActorService/UpdateActor".
 
     Raises:
         TypeError: The worker lacks a method of its proto, or registers it with a different transfer protocol than the
@@ -381,8 +382,8 @@ def registered_methods(worker: type[Worker]) -> dict[str, tuple[Method, Registra
     """
     found = {}
     roles = (worker.role, *worker.also_serves)
-    methods = {name: method for role in roles for name, method in group_methods(role).items()}
-    for name, method in methods.items():
+    for method in {method.path: method for role in roles for method in group_methods(role).values()}.values():
+        name = method.snake_name
         registration = getattr(getattr(worker, name, None), "registration", None)
         if registration is None:
             raise TypeError(f"{worker.__name__} has no registered method {name} for {method.path}")
@@ -392,5 +393,5 @@ def registered_methods(worker: type[Worker]) -> dict[str, tuple[Method, Registra
                 f"{worker.__name__}.{name} is registered with {registration.protocol}, "
                 f"but {method.path} declares {declared}"
             )
-        found[name] = (method, registration)
+        found[method.path] = (method, registration)
     return found

@@ -184,6 +184,9 @@ class ThreeDParallelEngine(ShardedEngine):
             return self.full_tensors()
         return self.transition.gather(self._sharding.parts(self._sharding.weights, self._stage.dtype))
 
+    def generation_shards(self) -> Transition | None:
+        return self.transition
+
     def export(
         self,
         directory: Path,
