@@ -19,7 +19,7 @@ from controller.data.prompts import PromptData, TextData
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
-from controller.role_groups.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup
+from controller.role_groups.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup, RolloutGroup
 from controller.tracking.metrics import Sample
 from controller.tracking.recorder import Recorder
 from controller.training.columns import ColumnReader, lengths_of
@@ -27,7 +27,7 @@ from controller.training.evaluation import Evaluation, Evaluator
 from controller.training.feed import Feed
 from controller.training.policy_evaluation import PolicyEvaluation
 from controller.training.rewards import Failures, Reward
-from controller.training.roles import Actor, Critic, Reference, RewardModel
+from controller.training.roles import Actor, Critic, Reference, RewardModel, Rollout
 from controller.training.state import RunState
 from controller.training.step import Step
 from controller.training.step_metrics import StepMetrics
@@ -105,9 +105,13 @@ class Run:
     def actor(self, name: str = "actor") -> Actor:
         """Returns an `Actor` that calls service `name`. Raises ConfigError where the run has no such service, or its
         role is another."""
-        group, groups = self.group(name, ActorGroup), self.groups.values()
-        wants_text = any(isinstance(each, RewardGroup) and each.wants_text for each in groups)
-        return Actor(group, self.config, returns_text=wants_text, step_of=self.step_of)
+        group = self.group(name, ActorGroup)
+        return Actor(group, self.config, returns_text=self._wants_text, step_of=self.step_of)
+
+    def rollout(self, name: str = "rollout") -> Rollout:
+        """Returns a `Rollout` that calls service `name`. Raises ConfigError where the run has no such service, or its
+        role is another."""
+        return Rollout(self.group(name, RolloutGroup), self.config, returns_text=self._wants_text)
 
     def critic(self, name: str = "critic") -> Critic:
         """Returns a `Critic` that calls service `name`. Raises ConfigError where the run has no such service, or its
@@ -156,6 +160,11 @@ class Run:
     def groups(self) -> Mapping[str, RoleGroup]:
         """Role groups of the configured services, by name."""
         return self._cluster.groups
+
+    @property
+    def _wants_text(self) -> bool:
+        """Whether a reward of the run scores text."""
+        return any(isinstance(each, RewardGroup) and each.wants_text for each in self.groups.values())
 
     def step_of(self, batch: FutureBatch) -> StepContext:
         """Returns the step that calls on these rows belong to: `batch.step`, or the step begun last where that is None

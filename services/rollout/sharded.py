@@ -63,6 +63,8 @@ class ShardedDecoder(Decoder):
         self.keeps_weights = shards is None or shards.in_place
         for parameter in self._stage.parameters.values():
             parameter.requires_grad_(False)
+            if shards is None:
+                parameter.zero_()  # padding has no other values
         self.max_positions = getattr(self._stage.config, "max_position_embeddings", None)
 
     def new_cache(self) -> DynamicCache:

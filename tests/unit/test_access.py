@@ -32,6 +32,7 @@ CALL = {
     *(f"critic/{name}" for name in ("ComputeValues", "UpdateCritic")),
     "reference/ComputeRefLogProb",
     *(f"reward/{name}" for name in ("ComparePairs", "ComputeReward", "UpdateReward")),
+    *(f"rollout/{name}" for name in ("CommitWeights", "GenerateSequences", "LoadWeights")),
     *(f"worker/{name}" for name in ("BeginSession", "Cancel", "Dispatch", "EndSession", "Introduce", "Offload",
                                     "Onload", "Release", "Synchronize", "VerifyWeights")),
     *(f"transfer/{name}" for name in ("Fetch", "MarkCorrupt", "Put", "TakeRelayed")),

@@ -61,7 +61,7 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ),
         (
             "services.judge.ranks=2",
-            r"services\.judge\.role: required, and not given: actor, critic, reference, reward, or module:object",
+            r"services\.judge\.role: required, and not given: actor, critic, reference, reward, rollout, or module:obj",
         ),
         (
             "services.actor.engine='fdsp'",
