@@ -41,13 +41,14 @@ from services.roles.weight_check import WeightCheck
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from services.storage.publish import check_writable
+from services.weights.sending import SendingWorker
 from settings.model import ModelTable, OptimizerTable
 from settings.service import ServiceTable
 
 Output = TypeVar("Output")
 
 
-class ModelWorker(VerifiedWorker, TorchWorker):
+class ModelWorker(VerifiedWorker, SendingWorker, TorchWorker):
     """Worker of a role whose model is in a training engine.
 
     Args:
