@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -24,7 +24,7 @@ from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
 from services.engines.generation_shards import GenerationShards
 from services.models.loading import Load
-from services.storage.checkpoint import NO_SCALARS, Scalars
+from services.storage.checkpoint import NO_SCALARS, Scalars, WeightShard
 from settings.model import ModelTable
 
 Output = TypeVar("Output")
@@ -173,8 +173,7 @@ class TrainEngine(ABC):
         config: configuration of the whole model.
         num_parameters: number of parameters of the whole model.
         step_is_atomic: whether a `step` that fails on any rank has changed no weight on any rank.
-        sees_outputs: whether this rank has the model's outputs; in a pipeline, only the last stage has. Other ranks
-            return no outputs and no statistics.
+        sees_outputs: whether this rank has the model's outputs and statistics; in a pipeline, only the last stage has.
         packs: whether the engine can compute packed micro-batches, besides padded ones.
         cached_tokens: tokens of a micro-batch beyond which time per token grows; None if it does not.
         detail: what Describe says of the engine beside its name, such as a stage; empty for nothing.
@@ -292,8 +291,8 @@ class TrainEngine(ABC):
         """Yields the tensors of this rank that must stay as they are between optimizer steps, for `VerifyWeights`. The
         iterator is collective, as that of `full_tensors`.
 
-        Default: the whole tensors of `full_tensors`, all of which learn. An engine that yields its own memory instead
-        has all that it keeps verified, optimizer state included.
+        Default: all tensors of `full_tensors`, as learning ones. An engine that yields its own memory has all that it
+        keeps verified, optimizer state included.
         """
         for name, tensor in self.full_tensors():
             yield HeldTensor(f"weight.{name}", "whole", tensor, learns=True)
@@ -307,6 +306,12 @@ class TrainEngine(ABC):
     def generation_shards(self) -> GenerationShards | None:
         """Returns how `rollout_weights` cuts the weights; None (the default) where it yields whole tensors."""
         return None
+
+    def weight_shards(self) -> Iterator[tuple[str, WeightShard]]:
+        """Yields name and shard of all weights that this rank sends to other services, valid until they change. All
+        ranks together yield what `export` writes, in the optimizer's precision, by the names of `full_tensors`.
+        Default: whole tensors, each copied to the host memory of one rank. May be collective."""
+        return dealt_to_ranks(self.full_tensors())
 
     @abstractmethod
     def export(
@@ -410,3 +415,10 @@ class TrainEngine(ABC):
             RuntimeError: memory ran out on a rank (`agreement.PeerRankFailed` on the others); the engine is still in
                 host memory, on every rank, and can be moved later.
         """
+
+
+def dealt_to_ranks(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, WeightShard]]:
+    """Yields copies, in host memory, of every n-th of the tensors that all n ranks iterate over together."""
+    for number, (name, tensor) in enumerate(tensors):
+        if number % dist.get_world_size() == dist.get_rank():
+            yield name, WeightShard.of_whole(tensor.detach().to("cpu", copy=True))

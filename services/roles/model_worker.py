@@ -32,13 +32,14 @@ from services.roles.update_plan import MiniBatch, plan_mini_batches
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from services.storage.publish import check_writable
+from services.weights.sending import SendingWorker
 from settings.model import ModelTable, OptimizerTable
 from settings.service import ServiceTable
 
 Output = TypeVar("Output")
 
 
-class ModelWorker(LanguageWorker):
+class ModelWorker(SendingWorker, LanguageWorker):
     """Worker of a role whose model is in a training engine.
 
     Args:

@@ -106,7 +106,7 @@ class RolloutWorker(LanguageWorker):
             self._keep(version)
             return CallResult()
         self._check_slices(transfer, own)
-        pieces = receive(transfer, own, self.fetcher, call.peers_deadline, check=call.check)
+        pieces = receive(transfer, own, self.fetcher, call.deadline, check=call.check)
         return CallResult(fields={"received_bytes": self._inbox.receive(version, pieces)})
 
     @register("ONE_TO_ALL")

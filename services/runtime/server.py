@@ -19,6 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from nccl_transfer.bucket_board import BucketBoard
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire_ranks import endpoint_to_proto
@@ -68,6 +69,7 @@ class RankServer:
         table = worker.table
         self.store = TensorStore(table.arena_mb << 20, table.checksums)
         self.fetcher = Fetcher(host_id(), create_readers(table.transports), self.store)
+        self.worker.buckets, self.worker.fetcher = BucketBoard(self.store), self.fetcher
         self.unavailable = unavailable()
         self._hosts = host_addresses(table)
         self._stop = asyncio.Event()
@@ -197,7 +199,9 @@ class RankServer:
             self._stop,
             self._drained,
         )
-        rows = TransferHandlers(self.store, self.fetcher, self.queue.sessions, self.unavailable)
+        rows = TransferHandlers(
+            self.store, self.fetcher, self.worker.buckets, self.queue.sessions, self.unavailable
+        )
         direct = {
             **{worker[name].path: handler for name, handler in own.handlers().items()},
             **{transfer[name].path: handler for name, handler in rows.handlers().items()},
