@@ -10,7 +10,7 @@ from rlhf.errors import ConfigError
 from settings import meshes
 from settings.actor import ActorTable
 from settings.model import ModelTable
-from settings.rollout import RolloutTable
+from settings.rollout import RolloutServiceTable
 from settings.service import ServiceTable
 
 
@@ -26,7 +26,7 @@ def check_model_fits(name: str, table: ServiceTable) -> None:
         ConfigError: The model cannot be divided over `mesh`, or the rollout engine cannot generate with it. The text
             says why and, for `mesh`, lists the nearest meshes that fit.
     """
-    if not isinstance(table, ModelTable | RolloutTable):
+    if not isinstance(table, ModelTable | RolloutServiceTable):
         return
     shape = read_shape(table.model)
     try:
@@ -34,7 +34,7 @@ def check_model_fits(name: str, table: ServiceTable) -> None:
             meshes.check(table.mesh, table.ranks, shape)
         if isinstance(table, ActorTable):
             table.check_generation_fits(table.mesh, table.generation_mesh, shape)
-        elif isinstance(table, RolloutTable):
+        elif isinstance(table, RolloutServiceTable):
             table.check_generation_fits(table.mesh, "", shape)
     except ValueError as error:
         raise ConfigError(f"services.{name}: {error}") from None

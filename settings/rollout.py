@@ -11,7 +11,7 @@ from settings.engines import Spec
 from settings.generation import GeneratingTable
 
 
-class RolloutTable(GeneratingTable):
+class RolloutServiceTable(GeneratingTable):
     """Settings of a rollout service: ranks that generate responses with the actor's weights, without training
     engine and optimizer. The weights come by `sync_weights`; from the model directory it takes config and
     tokenizer alone."""

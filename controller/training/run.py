@@ -103,19 +103,21 @@ class Run:
         return self.recorder.path
 
     def actor(self, name: str = "actor") -> Actor:
-        """Returns an `Actor` that calls service `name`. Raises ConfigError where the run has no such service, or its
-        role is another."""
+        """Returns an `Actor` that calls service `name`; raises ConfigError as `group`."""
         group = self.group(name, ActorGroup)
-        return Actor(group, self.config, returns_text=self._wants_text, step_of=self.step_of)
+        return Actor(group, self.config, returns_text=_wants_text(self.groups), step_of=self.step_of)
 
     def rollout(self, name: str = "rollout") -> Rollout:
-        """Returns a `Rollout` that calls service `name`. Raises ConfigError where the run has no such service, or its
-        role is another."""
-        return Rollout(self.group(name, RolloutGroup), self.config, returns_text=self._wants_text)
+        """Returns a `Rollout` that calls service `name`; raises ConfigError as `group`."""
+        return Rollout(self.group(name, RolloutGroup), self.config, returns_text=_wants_text(self.groups))
+
+    def reconnect(self, name: str) -> None:
+        """Takes a rollout service that was restarted into the run again; see `Cluster.reconnect`. Make its `Rollout`
+        anew after that, and call `Actor.sync_weights`."""
+        self._cluster.reconnect(name)
 
     def critic(self, name: str = "critic") -> Critic:
-        """Returns a `Critic` that calls service `name`. Raises ConfigError where the run has no such service, or its
-        role is another."""
+        """Returns a `Critic` that calls service `name`; raises ConfigError as `group`."""
         return Critic(self.group(name, CriticGroup), self.config)
 
     def reference(self, name: str = "reference") -> Reference:
@@ -138,16 +140,8 @@ class Run:
         return RewardModel(self.group(name, RewardGroup), self.config)
 
     def group(self, name: str, kind: type[G]) -> G:
-        """Returns the role group of service `name`, whose methods call all of its ranks. For roles of other packages,
-        for which a run has no method as `actor` or `critic`.
-
-        Args:
-            name: Name of the service.
-            kind: Class of its role group.
-
-        Raises:
-            ConfigError: The run has no such service, or its role has another group.
-        """
+        """Returns the role group of service `name`, whose methods call all of its ranks, for roles of other packages.
+        Raises ConfigError where the run has no such service, or its role has another group than `kind`."""
         group = self._cluster.group(name)
         if not isinstance(group, kind):
             role = kind.__name__.removesuffix("Group").lower()
@@ -160,11 +154,6 @@ class Run:
     def groups(self) -> Mapping[str, RoleGroup]:
         """Role groups of the configured services, by name."""
         return self._cluster.groups
-
-    @property
-    def _wants_text(self) -> bool:
-        """Whether a reward of the run scores text."""
-        return any(isinstance(each, RewardGroup) and each.wants_text for each in self.groups.values())
 
     def step_of(self, batch: FutureBatch) -> StepContext:
         """Returns the step that calls on these rows belong to: `batch.step`, or the step begun last where that is None
@@ -301,3 +290,8 @@ class Run:
 
         policy = PolicyEvaluation(self.config, self.groups, self.actor(), self.reward, write_samples)
         return policy.evaluation()
+
+
+def _wants_text(groups: Mapping[str, RoleGroup]) -> bool:
+    """Returns whether a reward among these groups scores text."""
+    return any(isinstance(each, RewardGroup) and each.wants_text for each in groups.values())

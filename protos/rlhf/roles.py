@@ -88,7 +88,7 @@ BUILT_IN: Mapping[str, RoleSpec] = {
         RoleSpec(
             "rollout",
             "rlhf.v1.rollout_pb2:RolloutService",
-            "settings.rollout:RolloutTable",
+            "settings.rollout:RolloutServiceTable",
             "services.rollout_service.role:worker_class",
             "controller.role_groups.roles:RolloutGroup",
             load_tested=("GenerateSequences",),

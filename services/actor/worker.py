@@ -17,7 +17,7 @@ from services.actor.rollout_check import verify_rollout
 from services.compute.heads import PolicyHead, PolicyOutput
 from services.compute.microbatch import MicroBatch
 from services.engines.base import LossFn
-from services.generation.generator import ID_DTYPE, Generator
+from services.generation.generator import ID_DTYPE, SequenceGenerator
 from services.models.families import load_causal_lm
 from services.roles.columns import jagged_column, jagged_ids, sequence_columns, token_column
 from services.roles.log_probs import policy_head
@@ -48,9 +48,9 @@ class ActorWorker(ModelWorker):
 
     def __init__(self, table: ActorTable, ranks: Ranks) -> None:
         super().__init__(table, ranks, load_causal_lm, table.optimizer)
-        shards = self.engine.generation_shards()
+        shards = self.engine.generation_shards
         self.rollout = make_rollout(table, shards, ranks.mesh, self.torch_device)
-        self._generator = Generator(self, self.rollout, table.model)
+        self._generator = SequenceGenerator(self, self.rollout, table.model)
         self._texts = self._generator.texts
         self._rollout_version = _NO_WEIGHTS
 

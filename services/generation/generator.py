@@ -23,7 +23,7 @@ ID_DTYPE = torch.int32
 """Type of token ids in columns that leave the service; wide enough for any vocabulary."""
 
 
-class Generator:
+class SequenceGenerator:
     """Implements GenerateSequences with a rollout engine.
 
     Args:

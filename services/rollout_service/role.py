@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from services.runtime.worker import Worker
-from settings.rollout import RolloutTable
+from settings.rollout import RolloutServiceTable
 
 
-def worker_class(table: RolloutTable) -> type[Worker]:
+def worker_class(table: RolloutServiceTable) -> type[Worker]:
     """Returns the worker class of a rollout service, `RolloutWorker`."""
     # Imports torch, which takes seconds, so the configuration is checked first.
     from services.rollout_service.worker import RolloutWorker

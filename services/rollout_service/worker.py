@@ -14,7 +14,7 @@ from rlhf.errors import ConfigError, InvalidRequest, Refused
 from rlhf.v1 import actor_pb2, rollout_pb2, worker_pb2
 from services.engines.base import HeldTensor
 from services.engines.implementation import compute_dtype, implementation_of
-from services.generation.generator import Generator
+from services.generation.generator import SequenceGenerator
 from services.models.tokenizers import check_vocabulary
 from services.roles.language_worker import LanguageWorker
 from services.roles.state_history import check_state_id
@@ -25,7 +25,7 @@ from services.rollout_service.wanted import WantedWeights, weight_shards, whole_
 from services.runtime.ranks import Ranks, known_to_all
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from services.weights.receive import receive
-from settings.rollout import RolloutTable
+from settings.rollout import RolloutServiceTable
 from settings.service import ServiceTable
 
 _DIGITS = 1 << 20
@@ -46,9 +46,9 @@ class RolloutWorker(LanguageWorker):
 
     role = "rollout"
 
-    def __init__(self, table: RolloutTable, ranks: Ranks) -> None:
+    def __init__(self, table: RolloutServiceTable, ranks: Ranks) -> None:
         super().__init__(table, ranks)
-        self.table: RolloutTable = table
+        self.table: RolloutServiceTable = table
         try:
             config = AutoConfig.from_pretrained(table.model, local_files_only=True).get_text_config()
             check_vocabulary(self.tokenizer, config.vocab_size, table.model)
@@ -57,7 +57,7 @@ class RolloutWorker(LanguageWorker):
             raise ConfigError(f"model: {error}") from error
         self.longest_row = min([config.max_position_embeddings, *table.row_limits.values()])
         self.rollout = make_rollout(table, None, ranks.mesh, self.torch_device)
-        self._generator = Generator(self, self.rollout, table.model)
+        self._generator = SequenceGenerator(self, self.rollout, table.model)
         self._inbox = WeightInbox(self.rollout, wanted, second_buffer=table.second_buffer)
 
     @classmethod
@@ -160,7 +160,7 @@ class RolloutWorker(LanguageWorker):
         served = self._inbox.versions.served
         self.policy_version = served.policy_version if served else 0
 
-    def _wanted(self, table: RolloutTable, ranks: Ranks) -> WantedWeights:
+    def _wanted(self, table: RolloutServiceTable, ranks: Ranks) -> WantedWeights:
         dtype = compute_dtype(table)
         if ranks.mesh.replica_size == 1:
             return whole_weights(table.model, dtype, self.torch_device)

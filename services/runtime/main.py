@@ -34,7 +34,7 @@ from settings import meshes
 from settings.actor import ActorTable
 from settings.fit import check_model_fits
 from settings.model import ModelTable
-from settings.rollout import RolloutTable
+from settings.rollout import RolloutServiceTable
 from settings.security import load_security
 from settings.service import ServiceTable
 from settings.services import load_service, named_losses, output_roots
@@ -253,7 +253,7 @@ def keep_freed_memory() -> None:
 def _model_mesh(table: ServiceTable) -> Mesh | None:
     """Returns the training and generation mesh of a table; None for a role without a model and for an empty
     `mesh`."""
-    mesh = table.mesh if isinstance(table, ModelTable | RolloutTable) else ""
+    mesh = table.mesh if isinstance(table, ModelTable | RolloutServiceTable) else ""
     if not mesh:
         return None
     if not isinstance(table, ActorTable):

@@ -270,7 +270,7 @@ class EngineNumbers:
 
     def make_rollout(self, engine: TrainEngine, directory: Path, device: torch.device) -> RolloutEngine:
         """Returns a rollout engine for a training engine, built as the actor builds it; it has no weights yet."""
-        return make_rollout(self.table(directory), engine.generation_shards(), Mesh(), device)
+        return make_rollout(self.table(directory), engine.generation_shards, Mesh(), device)
 
     def can_offload(self, engine: TrainEngine) -> bool:
         """Returns whether tests can move the engine's tensors with `take_off`."""

@@ -100,7 +100,7 @@ class ThreeDParallelEngine(ShardedEngine):
             activation_checkpointing=activation_checkpointing,
         )
         layouts = self._stage.layouts
-        self.transition = (
+        self.generation_shards = self.transition = (
             Transition(layouts, mesh, transition, dtype=dtype, device=device, in_place=generates_in_place)
             if transition is not None
             else None
@@ -183,9 +183,6 @@ class ThreeDParallelEngine(ShardedEngine):
         if self.transition is None:
             return self.full_tensors()
         return self.transition.gather(self._sharding.parts(self._sharding.weights, self._stage.dtype))
-
-    def generation_shards(self) -> Transition | None:
-        return self.transition
 
     def export(
         self,
