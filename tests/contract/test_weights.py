@@ -156,6 +156,16 @@ def test_an_arena_without_room_is_an_error_on_both_sides(make_source: MakeSource
         sent.result(5)
 
 
+def test_an_arena_with_room_for_one_bucket_suffices(make_source: MakeSource):
+    big = torch.arange(3 << 18, dtype=torch.float32)
+    source = make_source([("big", WeightShard.of_whole(big))], arena_mib=1)
+    moved = transfer_to([source], [receiver_of(0, [whole("big", big)])], bucket_bytes=768 << 10)
+    sent, _ = source.send(moved)
+    pieces, _ = read_all(moved, 0, fetcher_by(["memfd"]))
+    sent.result(5)
+    assert torch.equal(assembled([whole("big", big)], pieces)["big"], big)
+
+
 @pytest.mark.parametrize("transport", ["memfd", "tcp", "grpc"])
 def test_a_corrupted_bucket_is_named(make_source: MakeSource, transport: str):
     source, moved = one_to_one(make_source, transports=[transport])
