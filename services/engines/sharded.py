@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -58,7 +59,7 @@ class ShardedEngine(TrainEngine):
         optimizer: Options of AdamW; None for a model that is not trained and has no optimizer state.
     """
 
-    _tied_names: Mapping[str, Sequence[str]]
+    _tied_names: Mapping[str, Sequence[str]] = MappingProxyType({})
     """Further names of each tied weight, by its first name."""
 
     def __init__(

@@ -9,7 +9,7 @@ from nccl_transfer.bucket_board import BucketBoard
 from nccl_transfer.refs.weight_plans import Bucket, WeightTransfer, plan_weights
 from nccl_transfer.refs.wire_weights import slice_to_proto, transfer_from_proto
 from nccl_transfer.store.store import Lease
-from rlhf.errors import InvalidRequest, Refused, TransferError
+from rlhf.errors import InvalidRequest, OutOfSpace, Refused, TransferError
 from rlhf.v1 import weights_pb2
 from services.engines.base import TrainEngine
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register, require
@@ -107,7 +107,12 @@ def send(
         for bucket in buckets:
             offer.wait_for_room(check, call.deadline)
             call.check()
-            offer.pack(bucket.number, _writer(packer, bucket))
+            try:
+                offer.pack(bucket.number, _writer(packer, bucket))
+            except OutOfSpace:
+                # One bucket may fit where two do not.
+                offer.wait_until_read(check, call.deadline)
+                offer.pack(bucket.number, _writer(packer, bucket))
             call.progress(bucket.number + 1, len(buckets))
         offer.wait_until_read(check, call.deadline)
 
