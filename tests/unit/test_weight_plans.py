@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nccl_transfer.refs.dtypes import ITEM_BYTES
@@ -77,9 +77,7 @@ def cells(slice_):
     return marks
 
 
-@given(transfers())
-def test_every_receiver_gets_each_wanted_element_once_and_no_other(moved):
-    plan = plan_weights(moved)
+def every_receiver_gets_each_wanted_element_once_and_no_other(moved, plan):
     for number, receiver in enumerate(moved.receivers):
         arrived = {name: np.zeros(shape, np.int64) for name, shape in SHAPES.items()}
         for bucket in buckets_of(plan, number):
@@ -93,9 +91,8 @@ def test_every_receiver_gets_each_wanted_element_once_and_no_other(moved):
         )
 
 
-@given(transfers())
-def test_buckets_are_numbered_within_bounds_and_held_by_their_source(moved):
-    for number, buckets in enumerate(plan_weights(moved)):
+def buckets_are_numbered_within_bounds_and_held_by_their_source(moved, plan):
+    for number, buckets in enumerate(plan):
         held = moved.sources[number].slices
         assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
         for bucket in buckets:
@@ -115,18 +112,16 @@ def test_buckets_are_numbered_within_bounds_and_held_by_their_source(moved):
             assert end == bucket.nbytes
 
 
-@given(transfers())
-def test_both_sides_plan_the_same_from_the_message(moved):
+def both_sides_plan_the_same_from_the_message(moved, plan):
     message = transfer_to_proto(moved).SerializeToString()
     here, there = (transfer_from_proto(type(transfer_to_proto(moved)).FromString(message)) for _ in range(2))
     assert here == moved
-    assert plan_weights(here) == plan_weights(there) == plan_weights(moved)
+    assert plan_weights(here) == plan_weights(there) == plan
 
 
-@given(transfers())
-def test_an_element_crosses_hosts_only_if_its_host_lacks_it(moved):
+def an_element_crosses_hosts_only_if_its_host_lacks_it(moved, plan):
     for number, receiver in enumerate(moved.receivers):
-        for bucket in buckets_of(plan_weights(moved), number):
+        for bucket in buckets_of(plan, number):
             source = moved.sources[bucket.source].endpoint
             if source.host_id == receiver.endpoint.host_id:
                 continue
@@ -137,9 +132,7 @@ def test_an_element_crosses_hosts_only_if_its_host_lacks_it(moved):
                         assert all(each.box.intersect(piece.slice.box) is None for each in theirs)
 
 
-@given(transfers(), st.randoms(use_true_random=False))
-def test_no_receiver_waits_for_ever_if_sources_are_two_buckets_ahead_at_most(moved, random):
-    plan = plan_weights(moved)
+def no_receiver_waits_for_ever_if_sources_are_two_buckets_ahead_at_most(moved, plan, random):
     to_read = {number: buckets_of(plan, number) for number in range(len(moved.receivers))}
     unread = {(b.source, b.number): set(b.destinations) for source in plan for b in source}
     while any(to_read.values()):
@@ -154,6 +147,21 @@ def test_no_receiver_waits_for_ever_if_sources_are_two_buckets_ahead_at_most(mov
         number = random.choice(ready)
         bucket = to_read[number].pop(0)
         unread[bucket.source, bucket.number].remove(number)
+
+
+@pytest.mark.parametrize("examples", [25, pytest.param(3000, marks=pytest.mark.full)])
+def test_random_transfers_are_planned_as_brute_force_says(examples):
+    @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
+    @given(transfers(), st.randoms(use_true_random=False))
+    def check(moved, random):
+        plan = plan_weights(moved)
+        every_receiver_gets_each_wanted_element_once_and_no_other(moved, plan)
+        buckets_are_numbered_within_bounds_and_held_by_their_source(moved, plan)
+        both_sides_plan_the_same_from_the_message(moved, plan)
+        an_element_crosses_hosts_only_if_its_host_lacks_it(moved, plan)
+        no_receiver_waits_for_ever_if_sources_are_two_buckets_ahead_at_most(moved, plan, random)
+
+    check()
 
 
 def test_replicas_that_want_the_same_read_the_same_buckets():
