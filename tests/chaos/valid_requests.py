@@ -74,6 +74,11 @@ def valid_requests(role: str, words: Sequence[str]) -> Valid:
             "compute_values": (sequences, {}),
             "update_critic": (valued, {"loss": VALUE_LOSS, "schedule": TWO_STEPS}),
         },
+        "rollout": {
+            "generate_sequences": (texts("prompt"), {"sampling": SAMPLING}),
+            "load_weights": (None, {"transfer": TRANSFER, "state_id": "a state"}),
+            "commit_weights": (None, {"transfer": TRANSFER.id}),
+        },
         "reference": {"compute_ref_log_prob": (sequences, {"temperature": 1.0})},
         "reward": {
             "compute_reward": (None, {"text_rows": text_rows}),
