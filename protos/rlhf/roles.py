@@ -91,7 +91,6 @@ BUILT_IN: Mapping[str, RoleSpec] = {
             "settings.rollout:RolloutServiceTable",
             "services.rollout_service.role:worker_class",
             "controller.role_groups.roles:RolloutGroup",
-            load_tested=("GenerateSequences",),
             prompt_token_bytes=ID_BYTES,
             # response_ids and rollout_log_probs.
             response_token_bytes=ID_BYTES + FLOAT_BYTES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
@@ -40,16 +40,18 @@ class WeightInbox:
             pieces: Pieces of all slices that are wanted, each element once.
 
         Raises:
-            TransferError: Pieces are missing. Whatever the error is: with a second buffer, the engine has the weights
-                from before, otherwise none to generate with.
+            TransferError: Pieces are missing. Whatever the error is: with a second buffer, or before the first piece,
+                the engine has the weights from before; otherwise none to generate with.
         """
-        self._buffer = None
-        self.versions.begin()
+        self._buffer, coming = None, _Coming(pieces, self.versions.begin)
         if self._second_buffer:
+            self.versions.begin()  # what has arrived before was in the buffer
             buffer = self.wanted.allocate()
-            received = self.wanted.write(buffer, pieces)
+            self.wanted.write(buffer, coming)
         else:
-            buffer, received = None, self._receive_in_place(pieces)
+            buffer = None
+            self._receive_in_place(coming)
+        received = coming.nbytes
         if received != self._expected:
             raise TransferError(f"{received} bytes of weights have arrived, of {self._expected}")
         self._buffer = buffer
@@ -77,22 +79,31 @@ class WeightInbox:
         self._buffer = None
         self.versions.clear()
 
-    def _receive_in_place(self, pieces: Iterable[Piece]) -> int:
+    def _receive_in_place(self, pieces: Iterable[Piece]) -> None:
         memory = self._engine.weight_memory()
         if memory:
-            return self.wanted.write(memory, pieces)
-        counted = _Counted(pieces)
-        self._engine.load_weights(self.wanted.assembled(counted))
-        return counted.nbytes
+            self.wanted.write(memory, pieces)
+        else:
+            self._engine.load_weights(self.wanted.assembled(pieces))
 
 
-class _Counted:
-    """Iterable that passes pieces on and counts their bytes."""
+class _Coming:
+    """Iterable that passes pieces on and counts their bytes.
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._pieces, self.nbytes = pieces, 0
+    Args:
+        pieces: The pieces.
+        begin: Called when the first of them is there.
+
+    Attributes:
+        nbytes: Bytes of the pieces so far.
+    """
+
+    def __init__(self, pieces: Iterable[Piece], begin: Callable[[], None]) -> None:
+        self._pieces, self._begin, self.nbytes = pieces, begin, 0
 
     def __iter__(self) -> Iterator[Piece]:
         for piece in self._pieces:
-            yield piece
+            if not self.nbytes:
+                self._begin()
             self.nbytes += piece[0].nbytes
+            yield piece

@@ -43,8 +43,8 @@ class Versions:
         self.arrived: Version | None = None
 
     def begin(self) -> None:
-        """Notes that the weights of a transfer are about to be written. Those of an earlier one that has arrived and
-        was not committed are lost."""
+        """Notes that the first weights of a transfer are about to be written. Those of an earlier one that has arrived
+        and was not committed are lost."""
         self.arrived = None
         if not self._second_buffer:
             self.served = None

@@ -60,12 +60,10 @@ class WantedWeights:
         """Returns new memory for all tensors by name, without values but for zeros where they are padded."""
         return {name: self._empty(name) for name in self.layouts}
 
-    def write(self, memory: Mapping[str, Tensor], pieces: Iterable[Piece]) -> int:
-        """Copies pieces into tensors, given by name, as they arrive; returns their bytes."""
-        written = 0
+    def write(self, memory: Mapping[str, Tensor], pieces: Iterable[Piece]) -> None:
+        """Copies pieces into tensors, given by name, as they arrive."""
         for slice_, values in pieces:
-            written += self._write(memory[slice_.name], slice_, values)
-        return written
+            self._write(memory[slice_.name], slice_, values)
 
     def named(self, memory: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields all tensors by all names, as `RolloutEngine.load_weights` takes them."""
@@ -99,14 +97,13 @@ class WantedWeights:
         return self.layouts[name].shard(kept, self.part)
 
     @torch.no_grad()
-    def _write(self, kept: Tensor, slice_: WeightSlice, values: Tensor) -> int:
-        """Copies a piece into the tensor that the rank keeps, and returns its bytes."""
+    def _write(self, kept: Tensor, slice_: WeightSlice, values: Tensor) -> None:
+        """Copies a piece into the tensor that the rank keeps."""
         shard, box = self._shard(slice_.name, kept), slice_.box
         bounds = zip(box.starts, box.stops, shard.offsets, strict=True)
         shard.tensor[tuple(slice(start - offset, stop - offset) for start, stop, offset in bounds)].copy_(
             values
         )
-        return slice_.nbytes
 
 
 def whole_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> WantedWeights:

@@ -136,9 +136,13 @@ def test_a_rank_serves_one_whole_version_or_refuses(seed: int, second_buffer: bo
                 inbox.receive(version, pieces_of(wanted, constant(number), number))
                 expected, arrived = expected if second_buffer else None, version
             case "break":
+                pieces, sent = pieces_of(wanted, constant(number), number), drawn.randrange(5)
                 with pytest.raises(ConnectionError):
-                    inbox.receive(version, broken(pieces_of(wanted, constant(number), number), drawn))
-                expected, arrived = expected if second_buffer else None, None
+                    inbox.receive(version, broken(pieces, sent))
+                if second_buffer:
+                    arrived = None
+                elif sent:
+                    expected = arrived = None
             case "commit" if arrived or expected:
                 inbox.versions.check_commit((arrived or expected).transfer)  # type: ignore[union-attr]
                 inbox.commit()
@@ -154,11 +158,9 @@ def test_a_rank_serves_one_whole_version_or_refuses(seed: int, second_buffer: bo
             assert engine.versions() == {float(expected.policy_version)}
 
 
-def broken(pieces: Iterator[Piece], drawn: random.Random) -> Iterator[Piece]:
-    for number, piece in enumerate(pieces):
-        if number == drawn.randrange(4):
-            break
-        yield piece
+def broken(pieces: Iterator[Piece], sent: int) -> Iterator[Piece]:
+    for _ in range(sent):
+        yield next(pieces)
     raise ConnectionError("the source has died")
 
 
@@ -206,3 +208,21 @@ def test_a_rank_that_has_the_weights_commits_a_transfer_without_bytes() -> None:
     inbox.commit()
     assert inbox.versions.served == Version("b", 1, "state")
     assert engine.versions() == {1.0}
+
+
+@KINDS
+def test_a_source_that_is_gone_before_the_first_piece_costs_nothing(
+    second_buffer: bool, in_memory: bool
+) -> None:
+    wanted = wants(0)
+    inbox = WeightInbox(KeptTensors(wanted, in_memory), wanted, second_buffer=second_buffer)
+    inbox.receive(Version("a", 1), pieces_of(wanted, constant(1)))
+    inbox.commit()
+
+    def gone() -> Iterator[Piece]:
+        raise ConnectionError("nobody there")
+        yield
+
+    with pytest.raises(ConnectionError):
+        inbox.receive(Version("b", 2), gone())
+    assert inbox.versions.served == Version("a", 1)
