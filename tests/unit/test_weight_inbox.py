@@ -226,3 +226,14 @@ def test_a_source_that_is_gone_before_the_first_piece_costs_nothing(
     with pytest.raises(ConnectionError):
         inbox.receive(Version("b", 2), gone())
     assert inbox.versions.served == Version("a", 1)
+
+
+def test_weights_that_a_later_transfer_has_replaced_are_not_committed() -> None:
+    """They were in the second buffer, which the later transfer took, though not one piece of it came."""
+    wanted = wants(0)
+    inbox = WeightInbox(KeptTensors(wanted, in_memory=True), wanted, second_buffer=True)
+    inbox.receive(Version("a", 1), pieces_of(wanted, constant(1)))
+    with pytest.raises(ConnectionError):
+        inbox.receive(Version("b", 2), broken(pieces_of(wanted, constant(2)), sent=0))
+    with pytest.raises(Refused, match="none has arrived"):
+        inbox.versions.check_commit("a")
