@@ -83,7 +83,7 @@ class Target:
             | {"ranks": 2, "mesh": "1-2-1", "second_buffer": second_buffer},
         }
         run = {"directory": directory / "runs", "connect_timeout_s": TIMEOUT_S}
-        data = {"train": directory / "none.jsonl"}
+        data = dict.fromkeys(("train", "heldout"), directory / "none.jsonl")
         both = Config.model_validate({"run": run, "data": data, "services": tables})
         self._paths = {
             name: write_config(

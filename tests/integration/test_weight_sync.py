@@ -121,7 +121,7 @@ class Services:
         self.config = Config.model_validate(
             {
                 "run": {"directory": directory / "runs", "call_timeout_s": 60.0},
-                "data": {"train": directory / "none.jsonl"},
+                "data": dict.fromkeys(("train", "heldout"), directory / "none.jsonl"),
                 "services": {
                     "actor": {
                         "role": "actor",
@@ -237,9 +237,7 @@ def test_a_rollout_service_gets_the_bits_that_it_lacks_and_no_byte_more(services
     services.train()
     assert services.sync() == (moved, into)
     assert services.farthest() < PARITY
-
-
-def test_an_actor_s_own_ranks_serve_the_role_and_take_no_weights(services: Services) -> None:
+    # The actor's own ranks serve the role too, and take no weights.
     own = services.actor.in_role(RolloutGroup, "rollout")
     assert services.actor.sync_weights([own]).records(TIMEOUT_S)[0].metrics["weights_bytes"] == 0
     rows = own.generate_sequences(PROMPTS, GREEDY)
