@@ -19,8 +19,16 @@ NEXT_START_NS = 1000
 """Smallest difference between the start times of two sessions, in nanoseconds, since ranks compare start times in
 microseconds."""
 MAX_UINT64 = 2**64 - 1
-MOVE_A_MODEL = ("begin_session", "save_checkpoint", "load_checkpoint", "verify_weights")
-"""Python names of the methods that write or read a whole model; their timeout is `Session.save_timeout_s`."""
+MOVE_A_MODEL = (
+    "begin_session",
+    "save_checkpoint",
+    "load_checkpoint",
+    "verify_weights",
+    "send_weights",
+    "load_weights",
+    "commit_weights",
+)
+"""Python names of the methods that write, read or move a whole model; their timeout is `Session.save_timeout_s`."""
 
 
 class StepContext:

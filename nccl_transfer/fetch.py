@@ -94,6 +94,22 @@ class Fetcher:
             raise
         return replace(assemble(batch, read, self._own, writable), traffic=traffic)
 
+    def read(self, wanted: ByteRange, deadline: float) -> Reading:
+        """Reads a range of a shard of another rank into host memory, and verifies its checksums; its memory may be
+        that of the other rank. Blocks until it is read.
+
+        Args:
+            wanted: The range, whole blocks if the shard has checksums; its `column` names it in errors.
+            deadline: Time at which the read fails, on the clock of `time.monotonic`, in seconds.
+
+        Raises:
+            RlhfError: As for `fetch`.
+        """
+        source = wanted.shard.endpoint
+        read = ReadRanges([wanted], self._read(source, [wanted], None, NO_RELAYS, deadline, {}))
+        self._verifier.verify({source: read})
+        return read.reading
+
     def check_adverts(self, adverts: Mapping[str, bytes]) -> None:
         """Checks the adverts of an endpoint that a client has passed on; those that no reader here uses are ignored.
 

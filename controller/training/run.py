@@ -19,7 +19,7 @@ from controller.data.prompts import PromptData, TextData
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
-from controller.role_groups.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup
+from controller.role_groups.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup, RolloutGroup
 from controller.tracking.metrics import Sample
 from controller.tracking.recorder import Recorder
 from controller.training.columns import ColumnReader, lengths_of
@@ -27,7 +27,7 @@ from controller.training.evaluation import Evaluation, Evaluator
 from controller.training.feed import Feed
 from controller.training.policy_evaluation import PolicyEvaluation
 from controller.training.rewards import Failures, Reward
-from controller.training.roles import Actor, Critic, Reference, RewardModel
+from controller.training.roles import Actor, Critic, Reference, RewardModel, Rollout
 from controller.training.state import RunState
 from controller.training.step import Step
 from controller.training.step_metrics import StepMetrics
@@ -103,15 +103,21 @@ class Run:
         return self.recorder.path
 
     def actor(self, name: str = "actor") -> Actor:
-        """Returns an `Actor` that calls service `name`. Raises ConfigError where the run has no such service, or its
-        role is another."""
-        group, groups = self.group(name, ActorGroup), self.groups.values()
-        wants_text = any(isinstance(each, RewardGroup) and each.wants_text for each in groups)
-        return Actor(group, self.config, returns_text=wants_text, step_of=self.step_of)
+        """Returns an `Actor` that calls service `name`; raises ConfigError as `group`."""
+        group = self.group(name, ActorGroup)
+        return Actor(group, self.config, returns_text=_wants_text(self.groups), step_of=self.step_of)
+
+    def rollout(self, name: str = "rollout") -> Rollout:
+        """Returns a `Rollout` that calls service `name`; raises ConfigError as `group`."""
+        return Rollout(self.group(name, RolloutGroup), self.config, returns_text=_wants_text(self.groups))
+
+    def reconnect(self, name: str) -> None:
+        """Takes a rollout service that was restarted into the run again; see `Cluster.reconnect`. Make its `Rollout`
+        anew after that, and call `Actor.sync_weights`."""
+        self._cluster.reconnect(name)
 
     def critic(self, name: str = "critic") -> Critic:
-        """Returns a `Critic` that calls service `name`. Raises ConfigError where the run has no such service, or its
-        role is another."""
+        """Returns a `Critic` that calls service `name`; raises ConfigError as `group`."""
         return Critic(self.group(name, CriticGroup), self.config)
 
     def reference(self, name: str = "reference") -> Reference:
@@ -134,16 +140,8 @@ class Run:
         return RewardModel(self.group(name, RewardGroup), self.config)
 
     def group(self, name: str, kind: type[G]) -> G:
-        """Returns the role group of service `name`, whose methods call all of its ranks. For roles of other packages,
-        for which a run has no method as `actor` or `critic`.
-
-        Args:
-            name: Name of the service.
-            kind: Class of its role group.
-
-        Raises:
-            ConfigError: The run has no such service, or its role has another group.
-        """
+        """Returns the role group of service `name`, whose methods call all of its ranks, for roles of other packages.
+        Raises ConfigError where the run has no such service, or its role has another group than `kind`."""
         group = self._cluster.group(name)
         if not isinstance(group, kind):
             role = kind.__name__.removesuffix("Group").lower()
@@ -292,3 +290,8 @@ class Run:
 
         policy = PolicyEvaluation(self.config, self.groups, self.actor(), self.reward, write_samples)
         return policy.evaluation()
+
+
+def _wants_text(groups: Mapping[str, RoleGroup]) -> bool:
+    """Returns whether a reward among these groups scores text."""
+    return any(isinstance(each, RewardGroup) and each.wants_text for each in groups.values())

@@ -9,7 +9,7 @@ Slices: rectangular pieces of a tensor, by which weights are moved from ranks th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -169,36 +169,46 @@ class SliceMove:
 
 
 def plan_slices(
-    held: Mapping[int, Slice], wanted: Mapping[int, Slice], hosts: Mapping[int, str] | None = None
+    held: Mapping[int, Sequence[Slice]],
+    wanted: Mapping[int, Sequence[Slice]],
+    hosts: Mapping[int, str] | None = None,
+    sent: MutableMapping[int, int] | None = None,
 ) -> list[SliceMove]:
-    """Plans the transfers that give every rank its slice of one tensor. The source of an element is the destination
+    """Plans the transfers that give every rank its slices of one tensor. The source of an element is the destination
     itself if it holds it, else a rank on its host, else any rank; among equals the one with the fewest elements to
     send so far. Moves of a rank to itself are returned too.
 
     Args:
-        held: Slice of the tensor that each rank holds; ranks may hold equal slices (replicas).
-        wanted: Slice of the tensor that each rank needs.
+        held: Slices of the tensor that each rank holds; ranks may hold equal slices (replicas).
+        wanted: Disjoint slices of the tensor that each rank needs.
         hosts: Host of each rank. Default: all ranks share one host.
+        sent: Elements that each rank has to send by earlier plans; this plan's are added. Default: none.
 
     Raises:
         TransferError: No rank holds some of the elements; the message names the destination and the piece.
     """
-    sent = dict.fromkeys(held, 0)
+    sent = {} if sent is None else sent
     moves = []
-    for destination, want in wanted.items():
-        missing = [want]
+    for destination, wants in wanted.items():
+        missing = list(wants)
         while missing:
             piece = missing.pop()
-            holders = [(rank, common) for rank, slice_ in held.items() if (common := piece.intersect(slice_))]
+            holders = [
+                (rank, common)
+                for rank, slices in held.items()
+                for slice_ in slices
+                if (common := piece.intersect(slice_))
+            ]
             if not holders:
                 raise TransferError(
                     f"no rank holds {piece.starts} to {piece.stops}, which rank {destination} needs"
                 )
             source, common = min(
-                holders, key=lambda holder: (*_distance(holder[0], destination, hosts), sent[holder[0]])
+                holders,
+                key=lambda holder: (*_distance(holder[0], destination, hosts), sent.get(holder[0], 0)),
             )
             if source != destination:
-                sent[source] += common.numel
+                sent[source] = sent.get(source, 0) + common.numel
             moves.append(SliceMove(source, destination, common))
             missing += piece.without(common)
     return moves

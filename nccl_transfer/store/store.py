@@ -115,9 +115,12 @@ class TensorStore:
 
         return self.fill(array.nbytes, lease, write)
 
-    def fill(self, nbytes: int, lease: Lease, write: Callable[[memoryview], None]) -> Shard:
+    def fill(
+        self, nbytes: int, lease: Lease, write: Callable[[memoryview], None], *, checksums: bool = False
+    ) -> Shard:
         """Creates a shard of `nbytes` bytes and returns it after `write`, which is called with its writable memory. If
-        `write` raises, the shard is freed and the error passed on.
+        `write` raises, the shard is freed and the error passed on. The shard has checksums if the store computes them,
+        or if `checksums`.
 
         Raises:
             OutOfSpace: No gap of the arena is large enough; the store is unchanged.
@@ -127,7 +130,7 @@ class TensorStore:
         memory, shard = self._memory(allocation.shard), allocation.shard
         try:
             write(memory)
-            if self._checksums:
+            if self._checksums or checksums:
                 shard = replace(shard, checksums=tuple(digests(memory)))
         except BaseException:
             with self._lock:
@@ -229,6 +232,13 @@ class TensorStore:
                 if lease.session == session and (steps is None or lease.step in steps):
                     self._release(allocation)
             return before - self._used
+
+    def drop(self, shard: Shard) -> None:
+        """Releases one shard before its lease ends. Has no effect on a shard that was released."""
+        with self._lock:
+            allocation = self._allocations.get(shard.id)
+            if allocation is not None:
+                self._release(allocation)
 
     def end(self, session: str) -> None:
         """Releases all shards of a session. Later calls that create shards for it raise Refused, since outputs of its

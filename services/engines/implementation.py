@@ -10,7 +10,7 @@ from rlhf.errors import ConfigError
 from rlhf.plugins import PluginError, load_object
 from services.engines.base import OptimizerOptions
 from settings.engines import Spec
-from settings.model import ModelTable
+from settings.model import LoadedModelTable, ModelTable
 
 E = TypeVar("E")
 
@@ -40,7 +40,7 @@ def implementation_of(key: str, name: str, spec: Spec, kind: type[E], reference:
     return found
 
 
-def compute_dtype(table: ModelTable) -> torch.dtype:
+def compute_dtype(table: LoadedModelTable) -> torch.dtype:
     """Returns the type that a service's model is computed in: `dtype` of its table."""
     return getattr(torch, table.dtype)
 

@@ -68,7 +68,7 @@ class Introductions:
                 is_known = stranger.address in {**known, **own}
                 as_said = ", as it is given here," if is_known else ""
                 raise InvalidRequest(
-                    f"batch: the endpoint {stranger}{as_said} is none that session {session!r} has introduced to this "
+                    f"the endpoint {stranger}{as_said} is none that session {session!r} has introduced to this "
                     "rank (WorkerService.Introduce)"
                 )
 

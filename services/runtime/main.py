@@ -35,6 +35,7 @@ from settings.actor import ActorTable
 from settings.fit import check_model_fits
 from settings.hub import fetch, hub_model
 from settings.model import ModelTable
+from settings.rollout import RolloutServiceTable
 from settings.security import load_security
 from settings.service import ServiceTable
 from settings.services import load_service, named_losses, output_roots
@@ -269,12 +270,13 @@ def keep_freed_memory() -> None:
 def _model_mesh(table: ServiceTable) -> Mesh | None:
     """Returns the training and generation mesh of a table; None for a role without a model and for an empty
     `mesh`."""
-    if not isinstance(table, ModelTable) or not table.mesh:
+    mesh = table.mesh if isinstance(table, ModelTable | RolloutServiceTable) else ""
+    if not mesh:
         return None
     if not isinstance(table, ActorTable):
-        return Mesh(*meshes.parse(table.mesh))
-    generation = meshes.generation_sizes(table.generation_mesh, table.mesh)
-    return Mesh(*meshes.parse(table.mesh), *generation, usual_order=table.transition != "hybridflow")
+        return Mesh(*meshes.parse(mesh))
+    generation = meshes.generation_sizes(table.generation_mesh, mesh)
+    return Mesh(*meshes.parse(mesh), *generation, usual_order=table.transition != "hybridflow")
 
 
 async def _run(worker: Worker, name: str) -> None:

@@ -19,6 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from nccl_transfer.bucket_board import BucketBoard
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire_ranks import endpoint_to_proto
@@ -68,6 +69,7 @@ class RankServer:
         table = worker.table
         self.store = TensorStore(table.arena_mb << 20, table.checksums)
         self.fetcher = Fetcher(host_id(), create_readers(table.transports), self.store)
+        self.worker.buckets, self.worker.fetcher = BucketBoard(self.store), self.fetcher
         self.unavailable = unavailable()
         self._hosts = host_addresses(table)
         self._stop = asyncio.Event()
@@ -197,17 +199,18 @@ class RankServer:
             self._stop,
             self._drained,
         )
-        rows = TransferHandlers(self.store, self.fetcher, self.queue.sessions, self.unavailable)
+        rows = TransferHandlers(
+            self.store, self.fetcher, self.worker.buckets, self.queue.sessions, self.unavailable
+        )
         direct = {
             **{worker[name].path: handler for name, handler in own.handlers().items()},
             **{transfer[name].path: handler for name, handler in rows.handlers().items()},
             **self.sources.handlers(),
         }
-        in_turn = {method.path for method, _ in self.methods.values()}
         for service, methods in self._services().items():
             table = {}
             for method in methods.values():
-                handler = self._in_turn(method) if method.path in in_turn else direct.get(method.path)
+                handler = self._in_turn(method) if method.path in self.methods else direct.get(method.path)
                 if handler is None:
                     raise ConfigError(
                         f"{method.path}: the source of its transport has no handler of this name"
@@ -221,7 +224,7 @@ class RankServer:
     def _in_turn(self, method: Method) -> Handler:
         """Returns a handler that queues each call of a method and awaits its response; queued calls of all methods
         run one at a time on this rank, in the order of their sequence numbers."""
-        method, registration = self.methods[method.snake_name]
+        method, registration = self.methods[method.path]
 
         async def run(request: Any, context: Any) -> Any:
             self._guard.check(self._guard.granted(context), method, request)

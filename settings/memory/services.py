@@ -14,6 +14,7 @@ from settings.memory.use import AdapterSize, ModelUse, RolloutUse
 from settings.model import ModelTable
 from settings.reference import ReferenceTable
 from settings.reward import RewardTable
+from settings.rollout import RolloutServiceTable
 from settings.service import ServiceTable
 
 GIB = 1 << 30
@@ -40,6 +41,8 @@ def service_use(table: ServiceTable, *, on_gpu: bool, truncates: bool = False) -
             return _reward_use(table, on_gpu)
         case ActorTable() | CriticTable() | ReferenceTable():
             return _model_use(table, on_gpu, truncates)
+        case RolloutServiceTable():
+            raise NotPredicted("it has no training engine")
         case _:
             raise NotPredicted(f"role {table.role} is a plug-in")
 

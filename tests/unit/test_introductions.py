@@ -75,7 +75,7 @@ def names(table: Introductions, session: str, *endpoints: pb.Endpoint) -> str:
 def test_a_rank_knows_itself_and_its_peers_and_nobody_else(table: Introductions) -> None:
     assert names(table, "run", proto(OWN), proto(PEER)) == ""
     assert names(table, "run", proto(OWN), proto(OTHER)) == (
-        "batch: the endpoint actor rank 1 at 10.0.0.2:7101 is none that session 'run' has introduced to this rank "
+        "the endpoint actor rank 1 at 10.0.0.2:7101 is none that session 'run' has introduced to this rank "
         "(WorkerService.Introduce)"
     )
 
