@@ -137,7 +137,10 @@ class RewardTable(ServiceTable):
     """For kind model: form of the rows that the model reads. text: tokenizes texts with its own tokenizer; tensor:
     reads the actor's token ids, and must have the actor's vocabulary."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """For kind model: data type that the model is computed in. Every rank holds the whole model."""
+    """For kind model: data type that the model is computed in."""
+    sharded: bool = False
+    """For kind model: shards every weight over all ranks (engine fsdp), which then score together. false: each rank has
+    the whole model and scores by itself; of a model that learns it has a copy, beside the shards that are trained."""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
     """For kind model with an optimizer: data type of exported weights."""
     micro_batch_tokens: Positive = 16384

@@ -11,13 +11,19 @@ def worker_class(table: RewardTable) -> type[Worker]:
     """Returns the worker class for a config. For kind "model", the one that learns if the table has an optimizer.
 
     Raises:
-        ConfigError: The table has an optimizer, but its kind is not "model".
+        ConfigError: The table has an optimizer or `sharded`, but its kind is not "model".
     """
     if table.kind == "model":
         # Imported here: they need torch, which takes seconds and which other kinds of reward do without.
+        if table.sharded:
+            from services.reward.sharded import ShardedLearningRewardWorker, ShardedRewardWorker
+
+            return ShardedLearningRewardWorker if table.optimizer else ShardedRewardWorker
         from services.reward.model import LearningRewardWorker, ModelRewardWorker
 
         return LearningRewardWorker if table.optimizer else ModelRewardWorker
+    if table.sharded:
+        raise ConfigError(f"sharded: a reward of kind {table.kind} has no weights; only a model has")
     if table.optimizer:
         raise ConfigError(f"optimizer: a reward of kind {table.kind} has nothing to learn; only a model has")
     # Imported here: kind "model" does without its extras.

@@ -48,18 +48,19 @@ def service_use(table: ServiceTable, *, on_gpu: bool, truncates: bool = False) -
 
 
 def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
-    """Returns the use of a reward model: whole on every rank, and sharded by fsdp beside it where it learns."""
+    """Returns the use of a reward model: whole on every rank unless it is sharded, and sharded by fsdp beside it
+    where it learns."""
     if table.model_directory is None:
         raise NotPredicted(f"kind {table.kind} has no model of its own")
     return ModelUse(
         _shape(table.model_directory, "score"),
-        engine="whole" if table.optimizer is None else "fsdp",
+        engine="whole" if table.optimizer is None and not table.sharded else "fsdp",
         mesh=(1, 1, table.ranks),
         dtype=table.dtype,
         learns=table.optimizer is not None,
         packing=False,
         micro_batch_tokens=table.micro_batch_tokens,
-        scores_with_copy=table.optimizer is not None,
+        scores_with_copy=table.optimizer is not None and not table.sharded,
         on_gpu=on_gpu,
         arena_bytes=table.arena_mb << 20,
     )
