@@ -17,7 +17,8 @@ from nccl_transfer.refs.shards import Endpoint
 from rlhf.errors import TransferError
 
 LEAST_BUCKET_BYTES = 4096
-DEFAULT_BUCKET_BYTES = 64 << 20
+DEFAULT_BUCKET_BYTES = 16 << 20
+"""Two of them are half of the default arena."""
 MOST_BUCKETS = 1 << 16
 """Most buckets that the weights of a transfer may amount to, so that a plan has an end."""
 
