@@ -167,7 +167,7 @@ class Cluster:
             )
         found = self._loop.run(self._found_again(old, say), self.config.run.connect_timeout_s + CLOSE_S)
         check_tables({name: found}, self.config.services)
-        results(found.begin_session().calls)
+        results(found.begin_session(keep_weights=False).calls)
         self.groups[name] = found
         self._introduce(list(self._ours.values()))
         return found

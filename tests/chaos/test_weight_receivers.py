@@ -50,7 +50,7 @@ Response = tuple[list[int], list[float]]
 
 def write_model(directory: Path) -> None:
     torch.manual_seed(3)
-    tokenizer = make_tokenizer()
+    tokenizer: Any = make_tokenizer()
     config = LlamaConfig(
         vocab_size=131,
         hidden_size=128,
@@ -84,7 +84,9 @@ class Target:
         }
         run = {"directory": directory / "runs", "connect_timeout_s": TIMEOUT_S}
         data = dict.fromkeys(("train", "heldout"), directory / "none.jsonl")
-        both = Config.model_validate({"run": run, "data": data, "services": tables})
+        both = Config.model_validate(
+            {"run": run, "data": data, "rollout": {"max_response_tokens": 8}, "services": tables}
+        )
         self._paths = {
             name: write_config(
                 both.model_copy(update={"services": {name: both.services[name]}}), directory / f"{name}.toml"

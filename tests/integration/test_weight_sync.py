@@ -90,7 +90,7 @@ PAIRS = [
 def write_model(directory: Path, *, tied: bool) -> None:
     """A random model, whose vocabulary no mesh divides without padding, and the quickstart's tokenizer."""
     torch.manual_seed(3)
-    tokenizer = make_tokenizer()
+    tokenizer: Any = make_tokenizer()
     config = LlamaConfig(
         vocab_size=131,
         hidden_size=64,
@@ -122,6 +122,7 @@ class Services:
             {
                 "run": {"directory": directory / "runs", "call_timeout_s": 60.0},
                 "data": dict.fromkeys(("train", "heldout"), directory / "none.jsonl"),
+                "rollout": {"max_response_tokens": 8},
                 "services": {
                     "actor": {
                         "role": "actor",
