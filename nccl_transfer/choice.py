@@ -67,6 +67,13 @@ class ReaderChoice:
         with self._lock:
             return {name: text for texts in self._failed.values() for name, text in texts.items()}
 
+    def forget(self, source: Endpoint) -> None:
+        """As `Fetcher.forget`."""
+        with self._lock:
+            self._failed.pop(source, None)
+        for reader in self._readers:
+            reader.forget(source)
+
     def close(self) -> None:
         for reader in self._readers:
             reader.close()

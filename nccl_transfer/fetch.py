@@ -129,6 +129,12 @@ class Fetcher:
         assert self._board is not None, "a process without a store keeps no relayed shards"
         return self._board
 
+    def forget(self, source: Endpoint) -> None:
+        """Closes what is kept open to a rank whose rows no call names any more. Returns at once; a fetch from it that
+        is under way may fail, and a later one connects again."""
+        self._choice.forget(source)
+        self._taker.forget(source)
+
     def traffic(self) -> dict[str, Traffic]:
         """Returns the traffic of all fetches so far, by transport name; "relay" counts bytes that other ranks of this
         host read and this rank mapped. Reads of this rank's own shards are not counted."""

@@ -15,13 +15,11 @@ def worker_class(table: RewardTable) -> type[Worker]:
     """
     if table.kind == "model":
         # Imported here: they need torch, which takes seconds and which other kinds of reward do without.
+        from services.reward import model, sharded
+
         if table.sharded:
-            from services.reward.sharded import ShardedLearningRewardWorker, ShardedRewardWorker
-
-            return ShardedLearningRewardWorker if table.optimizer else ShardedRewardWorker
-        from services.reward.model import LearningRewardWorker, ModelRewardWorker
-
-        return LearningRewardWorker if table.optimizer else ModelRewardWorker
+            return sharded.ShardedLearningRewardWorker if table.optimizer else sharded.ShardedRewardWorker
+        return model.LearningRewardWorker if table.optimizer else model.ModelRewardWorker
     if table.sharded:
         raise ConfigError(f"sharded: a reward of kind {table.kind} has no weights; only a model has")
     if table.optimizer:

@@ -102,6 +102,9 @@ class CudaIpcReader(Reader):
             raise
         return buffer
 
+    def forget(self, source: Endpoint) -> None:
+        self._clients.forget(source)
+
     def close(self) -> None:
         self._clients.close()
 

@@ -151,8 +151,8 @@ class PeerConnections(Generic[A]):
         self._lock = threading.Lock()
 
     def to(self, source: Endpoint) -> A:
-        """Returns the connection to a source, created at the first call for its address. Connections are never
-        removed, since a rank may restart at its address.
+        """Returns the connection to a source, created at the first call for its address. A connection stays until the
+        source is forgotten, since a rank may restart at its address.
 
         Raises:
             Refused: The transport was closed.
@@ -167,6 +167,14 @@ class PeerConnections(Generic[A]):
         for other in others:
             other.forget()  # the new source may be a rank that restarted at another address
         return made
+
+    def forget(self, source: Endpoint) -> None:
+        """Closes the connection to a source, if there is one, in a thread of its own, since a transfer may have to end
+        first."""
+        with self._lock:
+            connection = self._connections.pop(source.address, None)
+        if connection is not None:
+            threading.Thread(target=connection.close, name="forget-source", daemon=True).start()
 
     def close(self) -> None:
         """Closes all connections. Later calls of `to` raise Refused."""
