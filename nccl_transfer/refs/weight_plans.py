@@ -3,22 +3,27 @@ of other services read these. Pure functions, which every rank of both sides cal
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
+from typing import Any, NamedTuple, cast
 
 from nccl_transfer.refs.dtypes import ITEM_BYTES
-from nccl_transfer.refs.plans import Slice, plan_slices
+from nccl_transfer.refs.plans import Slice, plan_slices, regions
 from nccl_transfer.refs.shards import Endpoint
 from rlhf.errors import TransferError
 
 LEAST_BUCKET_BYTES = 4096
-DEFAULT_BUCKET_BYTES = 64 << 20
+DEFAULT_BUCKET_BYTES = 16 << 20
+"""Two of them are half of the default arena."""
 MOST_BUCKETS = 1 << 16
 """Most buckets that the weights of a transfer may amount to, so that a plan has an end."""
 
+Plan = tuple[tuple["Bucket", ...], ...]
+"""The buckets of each source, in the order in which it packs them."""
 Destinations = frozenset[int]
 """Indices of receiving ranks in their transfer."""
 
@@ -90,43 +95,20 @@ class Bucket:
     nbytes: int
 
 
-def plan_weights(transfer: WeightTransfer) -> list[list[Bucket]]:
+def plan_weights(transfer: WeightTransfer) -> Plan:
     """Plans a transfer: every receiver gets every element that it lacks once, and nothing else.
 
     An element comes from a rank on its receiver's host if one holds it, and of several from the one that sends least.
     What several receivers get from the same rank is packed once. Slices larger than a bucket are cut.
 
-    Returns:
-        The buckets of each source, in the order in which it packs them.
-
     Raises:
         TransferError: No source holds a slice that a receiver lacks, or holds it in an element type that cannot be
             cast, sides differ on a shape, or the buckets are too small for the amount of weights.
     """
-    _check_size(transfer)
-    hosts = {number: source.endpoint.host_id for number, source in enumerate(transfer.sources)}
-    held: dict[str, dict[int, list[Slice]]] = defaultdict(lambda: defaultdict(list))
-    known: dict[str, WeightSlice] = {}
-    for number, source in enumerate(transfer.sources):
-        for each in source.slices:
-            held[each.name][number].append(each.box)
-            first = known.setdefault(each.name, each)
-            if (first.shape, first.dtype) != (each.shape, each.dtype):
-                raise TransferError(
-                    f"sources differ on {each.name}: {first.dtype} {list(first.shape)}, and {each.dtype} "
-                    f"{list(each.shape)} on {source.endpoint}"
-                )
-    groups: list[dict[tuple[Destinations, str], list[WeightSlice]]] = [{} for _ in transfer.sources]
-    sent: dict[int, int] = {}
-    for (name, dtype), wants in sorted(_wanted(transfer, known).items()):
-        shape = known[name].shape
-        for source, box, destinations in _assign(held[name], wants, hosts, transfer.receivers, sent):
-            each = WeightSlice(name, shape, box, dtype)
-            groups[source].setdefault((destinations, dtype), []).append(each)
-    return [_buckets(number, group, transfer.bucket_bytes) for number, group in enumerate(groups)]
+    return _planned(transfer.bucket_bytes, transfer.sources, transfer.receivers)
 
 
-def buckets_of(plan: Sequence[Sequence[Bucket]], receiver: int) -> list[Bucket]:
+def buckets_of(plan: Plan, receiver: int) -> list[Bucket]:
     """Returns the buckets that a receiver reads, in the order in which it reads them: by number, and those of the same
     number from another source first for each receiver.
 
@@ -137,34 +119,62 @@ def buckets_of(plan: Sequence[Sequence[Bucket]], receiver: int) -> list[Bucket]:
     return sorted(own, key=lambda bucket: (bucket.number, (bucket.source - receiver) % len(plan)))
 
 
-def _check_size(transfer: WeightTransfer) -> None:
+@functools.lru_cache(maxsize=4)  # transfers between the same ranks follow each other
+def _planned(bucket_bytes: int, sources: tuple[RankWeights, ...], receivers: tuple[RankWeights, ...]) -> Plan:
+    """Plans a transfer, as `plan_weights`."""
+    _check_size(bucket_bytes, receivers)
+    hosts = {number: source.endpoint.host_id for number, source in enumerate(sources)}
+    held: dict[str, dict[int, list[Slice]]] = defaultdict(lambda: defaultdict(list))
+    known: dict[str, WeightSlice] = {}
+    for number, source in enumerate(sources):
+        for each in source.slices:
+            held[each.name][number].append(each.box)
+            first = known.setdefault(each.name, each)
+            if (first.shape, first.dtype) != (each.shape, each.dtype):
+                raise TransferError(
+                    f"sources differ on {each.name}: {first.dtype} {list(first.shape)}, and {each.dtype} "
+                    f"{list(each.shape)} on {source.endpoint}"
+                )
+    groups: list[dict[tuple[Destinations, str], list[WeightSlice]]] = [{} for _ in sources]
+    sent: dict[Any, int] = {}
+    for (name, dtype), wants in sorted(_wanted(receivers, known).items()):
+        shape = known[name].shape
+        try:
+            assigned = _assign(held[name], wants, hosts, receivers, sent)
+        except TransferError as error:
+            raise TransferError(f"{name}: {error}") from None
+        for source, box, destinations in assigned:
+            each = WeightSlice(name, shape, box, dtype)
+            groups[source].setdefault((destinations, dtype), []).append(each)
+    return tuple(tuple(_buckets(number, group, bucket_bytes)) for number, group in enumerate(groups))
+
+
+def _check_size(bucket_bytes: int, receivers: Sequence[RankWeights]) -> None:
     """Raises TransferError if the plan of a transfer would have more than MOST_BUCKETS full buckets."""
-    total = sum(each.nbytes for receiver in transfer.receivers for each in receiver.slices)
-    if transfer.bucket_bytes < LEAST_BUCKET_BYTES:
+    total = sum(each.nbytes for receiver in receivers for each in receiver.slices)
+    if bucket_bytes < LEAST_BUCKET_BYTES:
+        raise TransferError(f"bucket_bytes is {bucket_bytes}; at least {LEAST_BUCKET_BYTES} are allowed")
+    if total > MOST_BUCKETS * bucket_bytes:
         raise TransferError(
-            f"bucket_bytes is {transfer.bucket_bytes}; at least {LEAST_BUCKET_BYTES} are allowed"
-        )
-    if total > MOST_BUCKETS * transfer.bucket_bytes:
-        raise TransferError(
-            f"{total} bytes of weights in buckets of {transfer.bucket_bytes} are more than {MOST_BUCKETS} buckets: "
+            f"{total} bytes of weights in buckets of {bucket_bytes} are more than {MOST_BUCKETS} buckets: "
             "raise bucket_bytes"
         )
 
 
 def _wanted(
-    transfer: WeightTransfer, known: Mapping[str, WeightSlice]
+    receivers: Sequence[RankWeights], known: Mapping[str, WeightSlice]
 ) -> dict[tuple[str, str], list[tuple[Slice, int]]]:
     """Returns the boxes that receivers lack, and the index of the receiver of each, by name and element type.
 
     Args:
-        transfer: The transfer.
+        receivers: Receivers of the transfer.
         known: A slice of each tensor that a source holds, by name.
 
     Raises:
         TransferError: A source and a receiver differ on a tensor.
     """
     wanted: dict[tuple[str, str], list[tuple[Slice, int]]] = defaultdict(list)
-    for number, receiver in enumerate(transfer.receivers):
+    for number, receiver in enumerate(receivers):
         for each in receiver.slices:
             held = known.get(each.name)
             if held is None:
@@ -183,51 +193,46 @@ def _wanted(
     return wanted
 
 
+class _Group(NamedTuple):
+    """Receivers on one host that want the same box; planned as one rank that holds nothing.
+
+    Attributes:
+        destinations: Their indices.
+        name: Name of the first, for messages.
+        host: Id of the host.
+        number: Number of the box.
+    """
+
+    destinations: Destinations
+    name: str
+    host: str
+    number: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
 def _assign(
     held: Mapping[int, Sequence[Slice]],
     wants: Iterable[tuple[Slice, int]],
-    hosts: Mapping[int, str],
+    hosts: Mapping[Any, str],
     receivers: Sequence[RankWeights],
-    sent: dict[int, int],
+    sent: dict[Any, int],
 ) -> list[tuple[int, Slice, Destinations]]:
     """Returns who sends which boxes of a tensor to which receivers, as (source, box, destinations); no box twice from
     the same source. Other arguments as for `plan_slices`."""
+    wanted: dict[_Group, list[Slice]] = {}
+    for number, (box, destinations) in enumerate(regions((receiver, box) for box, receiver in wants)):
+        by_host: dict[str, list[int]] = {}
+        for receiver in sorted(cast(Destinations, destinations)):
+            by_host.setdefault(receivers[receiver].endpoint.host_id, []).append(receiver)
+        for host, those in by_host.items():
+            wanted[_Group(frozenset(those), str(receivers[those[0]].endpoint), host, number)] = [box]
     found: dict[tuple[int, Slice], Destinations] = {}
-    for box, destinations in _regions(wants):
-        for host in dict.fromkeys(receivers[number].endpoint.host_id for number in sorted(destinations)):
-            # The receivers of a host are planned as one: number -1, which holds nothing.
-            mine = frozenset(n for n in destinations if receivers[n].endpoint.host_id == host)
-            try:
-                moves = plan_slices(held, {-1: [box]}, {**hosts, -1: host}, sent)
-            except TransferError:
-                raise TransferError(
-                    f"no rank holds all of {list(box.starts)} to {list(box.stops)}, which "
-                    f"{receivers[min(mine)].endpoint} needs"
-                ) from None
-            for move in moves:
-                key = move.source, move.piece
-                found[key] = found.get(key, frozenset()) | mine
+    for move in plan_slices(held, wanted, {**hosts, **{group: group.host for group in wanted}}, sent):
+        key, group = (cast(int, move.source), move.piece), cast(_Group, move.destination)
+        found[key] = found.get(key, frozenset()) | group.destinations
     return [(source, box, destinations) for (source, box), destinations in found.items()]
-
-
-def _regions(wants: Iterable[tuple[Slice, int]]) -> list[tuple[Slice, Destinations]]:
-    """Cuts boxes that may overlap into disjoint ones; returns each with the numbers of all that contain it."""
-    together: dict[Slice, Destinations] = {}
-    for box, number in wants:
-        together[box] = together.get(box, frozenset()) | {number}
-    regions: list[tuple[Slice, Destinations]] = []
-    for box, numbers in together.items():
-        rest, refined = [box], []
-        for region, theirs in regions:
-            common = region.intersect(box)
-            if common is None:
-                refined.append((region, theirs))
-                continue
-            refined += [(part, theirs) for part in region.without(common)]
-            refined.append((common, theirs | numbers))
-            rest = [part for piece in rest for part in piece.without(common)]
-        regions = refined + [(part, numbers) for part in rest]
-    return regions
 
 
 def _buckets(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nccl_transfer.bucket_board import BucketBoard
@@ -57,7 +57,7 @@ class SendingWorker(Worker):
         self.engine.check_onloaded()
         return self.engine
 
-    def _own_buckets(self, transfer: WeightTransfer) -> list[Bucket]:
+    def _own_buckets(self, transfer: WeightTransfer) -> Sequence[Bucket]:
         """Returns the buckets that this rank packs.
 
         Raises:
@@ -81,7 +81,7 @@ class SendingWorker(Worker):
 
 def send(
     transfer: WeightTransfer,
-    buckets: list[Bucket],
+    buckets: Sequence[Bucket],
     packer: WeightPacker,
     board: BucketBoard,
     call: CallContext,

@@ -15,6 +15,8 @@ from integration.test_hybrid import SIZES
 
 DEADLINE_S = 200
 
+pytestmark = pytest.mark.timeout(DEADLINE_S + 60)
+
 
 def case(engine: str, model: str = "untied", *, trained: bool = True, **keys: Any) -> dict[str, Any]:
     mesh = keys.pop("p_t_d", None)

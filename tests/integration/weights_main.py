@@ -24,8 +24,8 @@ OPTIONS = OptimizerOptions(lr=1e-2)
 def check(case: dict[str, Any], mesh: Mesh, models: Path, out: Path) -> dict[str, Any]:
     """Trains one step and compares; returns names of wrong shards, of tensors that no rank holds whole, and the least
     and most ranks that hold an element, for each tensor that is held differently."""
-    keys = {"role": "actor", "address": "127.0.0.1:1", "dtype": "bfloat16", **case["keys"]}
-    table = ActorTable.model_validate({**keys, "model": models / case["model"]})
+    keys = {"role": "actor", "address": "127.0.0.1:1", "dtype": "bfloat16", "ranks": dist.get_world_size()}
+    table = ActorTable.model_validate({**keys, **case["keys"], "model": models / case["model"]})
     options = OPTIONS if case["trained"] else None
     engine = make_engine(table, EngineSetup(load_causal_lm, mesh, torch.device("cpu"), options))
     if case["trained"]:

@@ -221,5 +221,5 @@ def test_a_replica_on_the_same_host_goes_first():
 
 
 def test_what_nobody_holds_is_an_error_that_names_the_piece():
-    with pytest.raises(TransferError, match=r"no rank holds \(4,\) to \(8,\), which rank 1 needs"):
+    with pytest.raises(TransferError, match=r"no rank holds \[4\] to \[8\], which 1 needs"):
         plan_slices({0: [Slice((0,), (4,))]}, {1: [Slice.whole((8,))]})
