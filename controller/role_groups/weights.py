@@ -32,7 +32,7 @@ def sync_weights(source: RoleGroup, receivers: Sequence[RoleGroup], bucket_bytes
         source: Group whose ranks have a training engine.
         receivers: Groups of the role rollout. One of the source's own ranks takes no part: they generate with the
             weights that they train.
-        bucket_bytes: Most bytes of weights that move at a time, of which each rank of the source holds two. 0: 64 MiB.
+        bucket_bytes: Most bytes of weights that move at a time; see WeightTransfer. 0: its default.
 
     Returns:
         A batch without rows, whose first record is that of the whole transfer, with metrics weights_bytes (received by

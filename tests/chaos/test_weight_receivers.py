@@ -32,9 +32,9 @@ from nccl_transfer.transports import host_id
 from rlhf.errors import Refused, RlhfError
 from rlhf.v1 import actor_pb2
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TIMEOUT_S = 60.0
+TIMEOUT_S, START_S = 60.0, 230.0
 DEADLINE_S = 4.0
 """Of a call that moves weights."""
 LONG_STOP_S = 2 * DEADLINE_S
@@ -74,7 +74,7 @@ class Target:
     def __init__(self, directory: Path, processes: Processes, second_buffer: bool) -> None:
         self.directory, self._processes = directory, processes
         write_model(directory / "model")
-        common = {"model": directory / "model", "output_roots": [directory]}
+        common = {"model": directory / "model", "output_roots": [directory], "startup_timeout_s": START_S}
         ports = free_ports(2)
         tables: dict[str, Any] = {
             "actor": {"role": "actor", "address": f"127.0.0.1:{ports[0]}", **common}
@@ -82,7 +82,7 @@ class Target:
             "rollout": {"role": "rollout", "address": f"127.0.0.1:{ports[1]}", **common}
             | {"ranks": 2, "mesh": "1-2-1", "second_buffer": second_buffer},
         }
-        run = {"directory": directory / "runs", "connect_timeout_s": TIMEOUT_S}
+        run = {"directory": directory / "runs", "connect_timeout_s": START_S}
         data = dict.fromkeys(("train", "heldout"), directory / "none.jsonl")
         both = Config.model_validate(
             {"run": run, "data": data, "rollout": {"max_response_tokens": 8}, "services": tables}
@@ -98,7 +98,7 @@ class Target:
         self._fetcher = Fetcher(host_id(), create_readers())
 
     def _serve(self, name: str) -> subprocess.Popen[str]:
-        return self._processes.serve(self._paths[name], self.directory / f"logs_{name}")
+        return self._processes.serve(self._paths[name], self.directory / f"logs_{name}", timeout_s=START_S)
 
     @property
     def actor(self) -> ActorGroup:
