@@ -58,7 +58,9 @@ def check(cases: dict[str, dict[str, Any]], directory: Path) -> None:
     for tied in (True, False):
         torch.manual_seed(3)
         model = LlamaForCausalLM(
-            LlamaConfig(**SIZES | {"max_position_embeddings": 128}, tie_word_embeddings=tied)
+            LlamaConfig(
+                **(dict[str, Any](SIZES) | {"max_position_embeddings": 128}), tie_word_embeddings=tied
+            )
         )
         model.save_pretrained(models / ("tied" if tied else "untied"))
     reports = launch("integration.weights_main", 4, cases, models, out, deadline_s=DEADLINE_S)
