@@ -23,14 +23,21 @@ class Deferral:
     def __init__(self) -> None:
         self._given: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._ended = on_thread(self._work, "advantages")
+        self._last: Promise[Any] | None = None
+        on_thread(self._work, "advantages")
 
     def submit(self, function: Callable[[], Any]) -> Promise[Any]:
         """Returns a late future of the result of a function, which is called when all functions given before have
         returned; where one of them raised an error, the future has that error, and the function is not called."""
         result: Promise[Any] = Promise(is_late=True)
+        self._last = result
         self._given.put((function, result))
         return result
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all functions given so far have returned."""
+        return self._last is None or self._last.done()
 
     def close(self) -> None:
         """Ends the thread when the functions given so far have returned. Does not wait."""

@@ -16,7 +16,7 @@ from client.gate import Gate
 from controller.checkpoints.saver import Checkpointer
 from controller.config.run import RunTable
 from controller.role_groups.cluster import Cluster
-from controller.role_groups.futures import on_thread
+from controller.role_groups.futures import on_thread, resolved
 from controller.tracking.recorder import Recorder
 from controller.training.deferral import Deferral
 from controller.training.evaluation import Evaluation, Evaluator
@@ -145,9 +145,10 @@ class StepLoop:
         if self._deferral:
             opened.feed = self._feed.state()
         if self._deferral and self._checkpointer:
-            opened.kept = self._deferral.submit(self._state.kept.state)
-            if not step.is_deferred:
-                opened.kept.result()  # the loop itself may change the state in the next step
+            # Where the loop itself changes the state, it may do so again in the next step.
+            is_own = self._deferral.is_idle
+            kept = self._state.kept.state
+            opened.kept = resolved(kept()) if is_own else self._deferral.submit(kept)
 
     def _reached(self, number: int, evaluation: Evaluation, needs_kept: bool) -> None:
         """Opens gates when the algorithm makes the first call of step `number` that its gate keeps, or waits for a

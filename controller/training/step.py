@@ -71,11 +71,6 @@ class Step:
         self._later: list[Future[Any]] = []
         self.calls: list[Future[CallRecord]] = []
 
-    @property
-    def is_deferred(self) -> bool:
-        """Whether functions of the step are called later; see `later`."""
-        return bool(self._later)
-
     def rounds(self, most: int) -> Iterator[FutureBatch]:
         """Yields at most `most` batches of prompts with column "group", each with the size of a step: first the
         prompts of the step, then newly drawn ones."""
