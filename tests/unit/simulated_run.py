@@ -114,7 +114,7 @@ class SimulatedRanks:
     def _answer(self, method: Method, request: Any) -> Any:
         name, step = method.snake_name, request.call.step
         rows = wire.from_proto(request.batch) if method.takes_rows else Batch(0, {})
-        values = {
+        values: dict[str, Any] = {
             key: column.values for key, column in rows.columns.items() if isinstance(column, LocalColumn)
         }
         entry = Entry(self.service, name, step, self.state[1])

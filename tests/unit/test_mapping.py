@@ -27,7 +27,7 @@ from controller.training.run import Run
 from deploy.memory import predict_memory
 from rlhf.errors import ConfigError
 from settings.memory.predict import predict
-from settings.memory.shape import LLAMA_SHAPES
+from settings.memory.shape import LLAMA_SHAPES, ModelShape
 
 QUICKSTARTS = Path(__file__).parents[2] / "deploy/quickstart"
 LLAMA_7B = {
@@ -157,7 +157,7 @@ def test_lengths_are_a_distribution() -> None:
 
 
 def paper(size: str, count: int, ahead: int = 0) -> Problem:
-    shapes = dict.fromkeys(SERVICES, LLAMA_SHAPES[size])
+    shapes: dict[str, ModelShape] = dict.fromkeys(SERVICES, LLAMA_SHAPES[size])
     return ppo_problem(shapes, device_group(f"A100-80GB:{count}"), paper_workload(), ahead)
 
 
