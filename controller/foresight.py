@@ -16,14 +16,16 @@ from settings.model import ModelTable
 
 def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
     """Estimates the arena that services need per rank, in MiB by service: it must hold their columns of the largest
-    batch, that of a step or of an evaluation, with all responses of maximum length. Services of roles that keep no
-    columns of tokens are left out.
+    batch, that of a step or of an evaluation, and of `run.ahead` further steps, with all responses of maximum length.
+    Services of roles that keep no columns of tokens are left out.
 
     Args:
         config: Configuration of the run.
         prompt_tokens: Length of the longest prompt, in tokens.
     """
-    batch_rows = max(config.rows_per_step, config.run.evaluation_rows)
+    # Rows of the steps ahead are there beside the largest batch.
+    rows_ahead = config.run.ahead * config.rows_per_step
+    batch_rows = rows_ahead + max(config.rows_per_step, config.run.evaluation_rows)
     needed = {}
     for name, table in config.services.items():
         spec = find_role(table.role)
