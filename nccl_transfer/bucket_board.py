@@ -1,4 +1,4 @@
-"""Buckets of weights that a rank offers to the ranks of other services, two at a time, until all have read them."""
+"""Buckets of weights that a rank offers to the ranks of other services, a few at a time, until all have read them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlhf.v1 import transfer_pb2 as pb
 
 T = TypeVar("T")
 
-BUCKETS_AHEAD = 2
-"""Most buckets that a rank holds for its slowest reader, so that it packs one while another is read."""
+BUCKETS_AHEAD = 3
+"""Most buckets that a rank holds for its slowest reader: one that is read, one on its way, and one that is packed."""
 REMEMBERED_TRANSFERS = 64
 """Maximum number of ended transfers that a rank remembers, so that late requests get the error of their transfer."""
 CHECK_S = 0.1
@@ -69,6 +69,14 @@ class Offer:
     def wait_for_room(self, check: Callable[[], None], deadline: float) -> None:
         """Blocks until fewer than BUCKETS_AHEAD buckets are held. Arguments and errors as for `wait_until_read`."""
         self._wait(BUCKETS_AHEAD - 1, check, deadline)
+
+    def wait_for_one(self, check: Callable[[], None], deadline: float) -> bool:
+        """Blocks until one bucket less is held, and returns True; returns False if none is. Arguments and errors as for
+        `wait_until_read`."""
+        with self._changed:
+            held = len(self._held)
+        self._wait(max(held - 1, 0), check, deadline)
+        return held > 0
 
     def wait_until_read(self, check: Callable[[], None], deadline: float) -> None:
         """Blocks until every bucket that was packed has been read by all of its receivers.

@@ -18,7 +18,7 @@ from rlhf.errors import TransferError
 
 LEAST_BUCKET_BYTES = 4096
 DEFAULT_BUCKET_BYTES = 16 << 20
-"""Two of them are half of the default arena."""
+"""Three of them, as many as a source holds at a time, fit into the default arena."""
 MOST_BUCKETS = 1 << 16
 """Most buckets that the weights of a transfer may amount to, so that a plan has an end."""
 

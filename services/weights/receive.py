@@ -64,6 +64,8 @@ def receive(
     plan = plan_weights(transfer)
     mine = buckets_of(plan, receiver)
     with _Sources(transfer, receiver, [len(each) for each in plan], fetcher, deadline) as sources:
+        for bucket in mine[:2]:
+            sources.ask(bucket)
         ahead = sources.begin(mine[0]) if mine else None
         for bucket, after, third in zip_longest(mine, mine[1:], mine[2:]):
             assert ahead is not None
@@ -71,10 +73,7 @@ def receive(
             ahead = sources.begin(after) if after else None
             yield from _pieces(bucket, reading.views[0])
             sources.verify(bucket, reading)
-            begins_third = (
-                third is not None and third.source == bucket.source and ahead is not None and ahead.done()
-            )
-            sources.note_read(bucket, with_next=begins_third)
+            sources.note_read(bucket, third)
         sources.finish(check)
 
 
@@ -108,8 +107,8 @@ class _Sources:
         self._fetcher, self._deadline = fetcher, deadline
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._known: dict[int, _Source] = {}
+        self._asked: dict[tuple[int, int], Any] = {}
         self._notes: list[tuple[Endpoint, Any]] = []
-        self._unsaid: dict[int, int] = {}
 
     def __enter__(self) -> _Sources:
         return self
@@ -119,31 +118,32 @@ class _Sources:
         for source in self._known.values():
             source.channel.close()
 
+    def ask(self, bucket: Bucket, read_before: int = 0) -> None:
+        """Asks for a bucket, which `begin` reads later; says that those of its source with numbers below `read_before`
+        have been read."""
+        self._asked[bucket.source, bucket.number] = self._send(bucket.source, read_before, bucket.number)
+
     def begin(self, bucket: Bucket) -> Future[Reading]:
-        """Begins to read a bucket; returns a future of its verified bytes."""
-        read_before = self._unsaid.pop(bucket.source, 0)
-        return self._thread.submit(self._read, self._source(bucket.source), bucket, read_before)
+        """Begins to read a bucket that was asked for; returns a future of its verified bytes."""
+        asked = self._asked.pop((bucket.source, bucket.number))
+        return self._thread.submit(self._read, bucket, asked)
 
-    def note_read(self, bucket: Bucket, *, with_next: bool) -> None:
-        """Tells a source that a bucket has been read, without waiting for its answer.
-
-        Args:
-            bucket: The bucket.
-            with_next: Whether the next `begin` is of a bucket of the same source and comes at once: it says so too.
+    def note_read(self, bucket: Bucket, following: Bucket | None) -> None:
+        """Tells a source that a bucket has been read, and asks for the following one; does not wait for answers.
 
         Raises:
             RlhfError: A source has answered an earlier note with this error.
         """
-        if with_next:
-            self._unsaid[bucket.source] = bucket.number + 1
-            return
-        source = self._source(bucket.source)
-        request = self._request(source, read_before=bucket.number + 1)
-        timeout_s = remaining_s(self._deadline, source.endpoint)
         # At once, also while the next bucket is waited for: other receivers may wait for one that follows this one.
-        self._notes.append((source.endpoint, source.stub.TakeBucket.future(request, timeout=timeout_s)))
+        read_before = bucket.number + 1
+        if following is None or following.source != bucket.source:
+            endpoint = self._source(bucket.source).endpoint
+            self._notes.append((endpoint, self._send(bucket.source, read_before)))
+            read_before = 0
+        if following is not None:
+            self.ask(following, read_before)
         while self._notes and self._notes[0][1].done():
-            self._check_answer(*self._notes.pop(0))
+            _answer_of(*self._notes.pop(0))
 
     def finish(self, check: Callable[[], None]) -> None:
         """Waits until the sources have answered all notes. Raises as `note_read`."""
@@ -152,7 +152,7 @@ class _Sources:
                 check()
                 with contextlib.suppress(grpc.FutureTimeoutError):
                     answer.exception(CHECK_S)
-            self._check_answer(endpoint, answer)
+            _answer_of(endpoint, answer)
 
     def verify(self, bucket: Bucket, reading: Reading) -> None:
         """Checks that a bucket was there until now.
@@ -163,48 +163,52 @@ class _Sources:
         try:
             reading.verify()
         except Refused:
-            self._take(self._source(bucket.source), 0, bucket.number)
+            self._explain(bucket)
             raise
 
-    def _read(self, source: _Source, bucket: Bucket, read_before: int) -> Reading:
-        taken = self._take(source, read_before, bucket.number)
+    def _read(self, bucket: Bucket, asked: Any) -> Reading:
+        """Waits for the place of a bucket, and reads it."""
+        source = self._source(bucket.source).endpoint
+        taken = _answer_of(source, asked)
         name = f"bucket {bucket.number} of {self._counts[bucket.source]} of transfer {self._transfer.id}"
-        shard = Shard(source.endpoint, taken.shard, taken.offset, taken.nbytes, tuple(taken.checksums))
+        shard = Shard(source, taken.shard, taken.offset, taken.nbytes, tuple(taken.checksums))
         try:
             return self._fetcher.read(ByteRange(shard, 0, bucket.nbytes, name), self._deadline)
         except Refused:
-            self._take(source, 0, bucket.number)  # raises the error for which the source has freed it
+            self._explain(bucket)
             raise
 
-    def _take(self, source: _Source, read_before: int, bucket: int) -> pb.TakeBucketResponse:
-        request = self._request(source, read_before, bucket)
-        try:
-            return source.stub.TakeBucket(request, timeout=remaining_s(self._deadline, source.endpoint))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, str(source.endpoint)) from error
+    def _explain(self, bucket: Bucket) -> None:
+        """Raises the error for which a source has freed a bucket that was not read, if it says one."""
+        _answer_of(self._source(bucket.source).endpoint, self._send(bucket.source, 0, bucket.number))
 
-    def _request(self, source: _Source, read_before: int, bucket: int | None = None) -> pb.TakeBucketRequest:
-        return pb.TakeBucketRequest(
+    def _send(self, number: int, read_before: int, bucket: int | None = None) -> Any:
+        """Calls TakeBucket of a source, without waiting for the answer."""
+        source = self._source(number)
+        request = pb.TakeBucketRequest(
             epoch=source.endpoint.epoch,
             transfer_id=self._transfer.id,
             receiver=self._receiver,
             read_before=read_before,
             bucket=bucket,
         )
-
-    def _check_answer(self, endpoint: Endpoint, answer: Any) -> None:
-        """Raises the error of an RPC that has ended, if it has one, as one of ours that names its rank."""
-        error = answer.exception()
-        if error is not None:
-            raise from_rpc_error(error, str(endpoint)) from error
+        return source.stub.TakeBucket.future(request, timeout=remaining_s(self._deadline, source.endpoint))
 
     def _source(self, number: int) -> _Source:
-        """Returns a source, with a connection of its own; called in the thread of the iterator alone."""
+        """Returns a source, with a connection of its own."""
         if number not in self._known:
             endpoint = self._transfer.sources[number].endpoint
             channel = stream_channel(endpoint.address)
             self._known[number] = _Source(endpoint, channel, pb_grpc.TransferServiceStub(channel))
         return self._known[number]
+
+
+def _answer_of(source: Endpoint, answer: Any) -> pb.TakeBucketResponse:
+    """Waits for the answer of an RPC; raises its error as one of ours that names the source."""
+    try:
+        return answer.result()
+    except grpc.RpcError as error:
+        raise from_rpc_error(error, str(source)) from error
 
 
 def _wait(future: Future[T], check: Callable[[], None]) -> T:

@@ -107,12 +107,14 @@ def send(
         for bucket in buckets:
             offer.wait_for_room(check, call.deadline)
             call.check()
-            try:
-                offer.pack(bucket.number, _writer(packer, bucket))
-            except OutOfSpace:
-                # One bucket may fit where two do not.
-                offer.wait_until_read(check, call.deadline)
-                offer.pack(bucket.number, _writer(packer, bucket))
+            while True:
+                try:
+                    offer.pack(bucket.number, _writer(packer, bucket))
+                    break
+                except OutOfSpace:
+                    # Fewer buckets may fit.
+                    if not offer.wait_for_one(check, call.deadline):
+                        raise
             call.progress(bucket.number + 1, len(buckets))
         offer.wait_until_read(check, call.deadline)
 

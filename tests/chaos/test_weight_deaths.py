@@ -26,7 +26,7 @@ from rlhf.v1 import common_pb2
 from services.storage.checkpoint import WeightShard
 
 SEED = int(os.environ.get("DEATHS_SEED", 20261123))
-PAUSE_S = 0.01
+PAUSE_S = 0.03
 """Pause of a receiver after each of some 4 pieces."""
 WITHIN_S = 2.0
 """Deadline of a transfer whose receiver dies."""
@@ -57,7 +57,7 @@ def process(target: Any, *arguments: Any) -> Iterator[tuple[Any, Connection]]:
 
 def transfer_of(source: RankWeights, receivers: int, number: int) -> WeightTransfer:
     wanted = [receiver_of(each, [whole("weight", tensor())]) for each in range(receivers)]
-    return WeightTransfer(f"transfer {number}", 0, 4096, (source,), tuple(wanted))
+    return WeightTransfer(f"t{number}", 0, 4096, (source,), tuple(wanted))
 
 
 def hit(pid: int, chance: random.Random) -> int:
@@ -86,9 +86,7 @@ def test_a_source_outlives_receivers_that_die_while_they_read(rounds: int) -> No
             time.sleep(chance.uniform(0, 0.12))
             hit(victim.pid, chance)
             error = sent.exception(WITHIN_S + 10)
-            late = (
-                rf"transfer {number}: bucket \d of \d was not read by the deadline by .*rollout rank 0 at 127"
-            )
+            late = rf"transfer t{number}: bucket \d of \d was not read by the deadline by .*rollout rank 0 at 127"
             assert error is None or (type(error) is DeadlineExceeded and re.match(late, str(error))), error
             ended["named" if error else "whole"] += 1
             assert source.store.stat().used_bytes == 0

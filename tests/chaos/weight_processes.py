@@ -24,7 +24,8 @@ def tensor() -> torch.Tensor:
 
 
 def read(message: bytes, receiver: int, pause_s: float, within_s: float, parent: Connection) -> None:
-    """Reads all weights of a transfer, with a pause after each piece; sends "done", or the error's name and text."""
+    """Reads all weights of a transfer, with a pause after each piece; sends "done", or the error's name and text, and
+    waits for its end."""
     transfer = transfer_from_proto(weights_pb2.WeightTransfer.FromString(message))
     parent.send("ready")
     try:
@@ -34,6 +35,7 @@ def read(message: bytes, receiver: int, pause_s: float, within_s: float, parent:
         parent.send("done")
     except RlhfError as error:
         parent.send(f"{type(error).__name__}: {error}")
+    parent.poll(None)
 
 
 def hold(parent: Connection) -> None:
