@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from nccl_transfer.choice import ReaderChoice
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.plans import Ranges, Relay, needed
 from nccl_transfer.refs.ranges import ByteRange
@@ -21,7 +22,6 @@ from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import Reader, Reading, Traffic
 from nccl_transfer.transports.common import read_in_place
 from nccl_transfer.verification import ChecksumVerifier
-from rlhf.errors import TransferError
 
 NO_RELAYS = RelayRequest("", Lease("", 0))
 
@@ -33,8 +33,8 @@ class Fetcher:
 
     Args:
         host_id: Id of this process's host, from `transports.host_id()`.
-        readers: Readers of transports in order of preference; each rank is read by the first that reaches it. `close`
-            closes them.
+        readers: Readers of transports in order of preference; each rank is read by the first that reaches it and could
+            be set up with it (`ReaderChoice`). `close` closes them.
         store: This rank's own store, whose shards are read in place. Default: none; the process is a client only.
         max_sources: Maximum number of ranks that are read from in parallel.
     """
@@ -47,7 +47,7 @@ class Fetcher:
         max_sources: int = 16,
     ) -> None:
         self._host_id = host_id
-        self._readers = tuple(readers)
+        self._choice = ReaderChoice(host_id, readers)
         self._store = store
         self._board = RelayBoard(store) if store is not None else None
         self._taker = RelayTaker(memory_reader())
@@ -116,18 +116,24 @@ class Fetcher:
         Raises:
             ValueError: An advert is none that its transport has; the text names the transport and says why.
         """
-        for reader in self._readers:
-            if reader.name in adverts:
-                try:
-                    reader.check_advert(adverts[reader.name])
-                except ValueError as error:
-                    raise ValueError(f"transport {reader.name}: {error}") from None
+        self._choice.check_adverts(adverts)
+
+    def failures(self) -> dict[str, str]:
+        """Returns why transports could not be set up with ranks that have them too, by name of the transport: of each
+        the newest failure, whose text names the rank."""
+        return self._choice.failures()
 
     @property
     def relays(self) -> RelayBoard:
         """Board of the shards that this rank has read for other ranks of its host. Requires a store."""
         assert self._board is not None, "a process without a store keeps no relayed shards"
         return self._board
+
+    def forget(self, source: Endpoint) -> None:
+        """Closes what is kept open to a rank whose rows no call names any more. Returns at once; a fetch from it that
+        is under way may fail, and a later one connects again."""
+        self._choice.forget(source)
+        self._taker.forget(source)
 
     def traffic(self) -> dict[str, Traffic]:
         """Returns the traffic of all fetches so far, by transport name; "relay" counts bytes that other ranks of this
@@ -137,8 +143,7 @@ class Fetcher:
 
     def close(self) -> None:
         """Closes the readers and cancels reads that have not begun. Rows that were fetched stay valid."""
-        for reader in self._readers:
-            reader.close()
+        self._choice.close()
         self._taker.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -203,10 +208,9 @@ class Fetcher:
     ) -> Reading:
         if self._store is not None and source == self._store.endpoint:
             return read_in_place(self._store.reader, ranges)
-        reader = self._reader_of(source)
         start = time.perf_counter()
-        reading = reader.read(source, ranges, deadline)
-        self._count(reader.name, ranges, start, traffic)
+        name, reading = self._choice.read(source, ranges, deadline)
+        self._count(name, ranges, start, traffic)
         if keep is not None:
             self.relays.keep(keep, ranges, reading.views, relay_request)
         return reading
@@ -228,16 +232,6 @@ class Fetcher:
         """Passes the error to the other ranks that wait for bytes that this rank was to read."""
         for relay in relay_request.kept_by(self._own).values():
             self.relays.fail(relay, error, relay_request.call_id)
-
-    def _reader_of(self, source: Endpoint) -> Reader:
-        """Returns the first reader that reaches the source. Raises TransferError with all reasons if none does."""
-        reasons = []
-        for reader in self._readers:
-            reason = reader.why_not(source, self._host_id)
-            if reason is None:
-                return reader
-            reasons.append(f"{reader.name}: {reason}")
-        raise TransferError(f"no transport reaches {source} ({'; '.join(reasons)})")
 
     def _count(
         self, transport: str, ranges: Sequence[ByteRange], start: float, traffic: dict[str, Traffic]

@@ -25,7 +25,10 @@ def mark_corrupt_response(store: TensorStore, request: pb.MarkCorruptRequest) ->
 
 
 def stat_response(
-    store: TensorStore, traffic: Mapping[str, Traffic], unavailable: Mapping[str, str] | None = None
+    store: TensorStore,
+    traffic: Mapping[str, Traffic],
+    unavailable: Mapping[str, str] | None = None,
+    failures: Mapping[str, str] | None = None,
 ) -> pb.StatResponse:
     """Builds the response of the Stat RPC.
 
@@ -33,6 +36,7 @@ def stat_response(
         store: Store of this rank.
         traffic: Traffic by transport, from `Fetcher.traffic`.
         unavailable: Reasons by transport, from `registry.unavailable`. Default: none.
+        failures: Reasons by transport, from `Fetcher.failures`. Default: none.
     """
     stat = store.stat()
     return pb.StatResponse(
@@ -42,6 +46,7 @@ def stat_response(
         shards=stat.shards,
         traffic=traffic_to_proto(traffic),
         unavailable_transports=unavailable or {},
+        failed_transports=failures or {},
     )
 
 

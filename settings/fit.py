@@ -28,7 +28,7 @@ def check_model_fits(name: str, table: ServiceTable) -> None:
     """
     if not isinstance(table, ModelTable | RolloutServiceTable):
         return
-    shape = read_shape(table.model)
+    shape = read_shape(table.model_directory)
     try:
         if table.mesh:
             meshes.check(table.mesh, table.ranks, shape)

@@ -18,6 +18,7 @@ from settings.engines import (
     check_options,
     training_engine,
 )
+from settings.hub import local_directory
 from settings.service import ServiceTable
 from settings.strict import Positive, Strict
 
@@ -65,14 +66,15 @@ class LoadedModelTable(ServiceTable):
     """Settings common to services that compute with a model of a Hugging Face directory."""
 
     model: Path
-    """Hugging Face directory of the model and its tokenizer."""
+    """Hugging Face directory of the model and its tokenizer; or, where there is no such directory, a
+    model on the Hugging Face hub, as owner/name or owner/name@revision (docs/models.md)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type that the model is computed in."""
 
     @property
     def model_directory(self) -> Path:
-        """Directory of the model that the service loads: `model`."""
-        return self.model
+        """Directory of the model that the service loads: `model`, or its copy in the hub's cache (`settings.hub`)."""
+        return local_directory(self.model)
 
     @property
     def needs_torch(self) -> bool:

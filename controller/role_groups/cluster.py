@@ -293,6 +293,7 @@ class Cluster:
             self.session,
             self._placement,
             self._loop,
+            learns=self.config.services[name].keeps_state,
         )
 
     def _second_role(self, role: str, host: str) -> RoleGroup:

@@ -18,7 +18,7 @@ from client.session import Session, StepContext
 from controller.role_groups.call import Callee, GroupCall
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.futures import awaited, then
+from controller.role_groups.futures import Promise, awaited, is_late, pass_on, then
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Place, Placement
 from nccl_transfer.refs.batch import Batch, Column
@@ -34,6 +34,8 @@ LATE_S = 15.0
 it."""
 INTRODUCE_S = 60.0
 """Timeout of Introduce, in seconds."""
+GENERATES = "generate_sequences"
+"""Python name of the method that runs ahead of the updates of earlier steps, where `run.ahead` says so."""
 
 
 class RoleGroup:
@@ -48,6 +50,7 @@ class RoleGroup:
         placement: Order of calls on devices; all groups share one.
         loop: Event loop that the clients run on.
         name: Name of the group. Default: that of the service.
+        learns: Whether training changes the state of the service.
 
     Attributes:
         running: Names of the methods of running calls, by call id.
@@ -62,7 +65,10 @@ class RoleGroup:
         placement: Placement,
         loop: Loop,
         name: str = "",
+        *,
+        learns: bool = False,
     ) -> None:
+        self._learns = learns
         self.name = name or ranks.service
         self.ranks = ranks
         self.clients = ranks.clients
@@ -103,7 +109,9 @@ class RoleGroup:
         **options: Any,
     ) -> FutureBatch:
         """Starts a call of a method on all ranks and returns without waiting. The requests are sent when the input
-        columns are resolved and the calls before it on the same devices have ended.
+        columns are resolved and the calls before it on the same devices have ended. A call of a step with a gate enters
+        the order of calls when the gate is opened, if the service learns and the method does not generate, or an input
+        comes from such a call.
 
         Args:
             name: Python name of the method.
@@ -127,10 +135,19 @@ class RoleGroup:
         inputs = batch.select([c for c in (*method.inputs, *method.optional_inputs) if c in batch])
         step = self.session.step_of(batch.step)
         header = self.session.header(step, self.name, name)
-        longest_s = 2 * self.session.time_of(name) + LATE_S
-        place = self._placement.enter(self._devices, self.ranks, longest_s)
-        call = GroupCall(self._callee, method, header, inputs, options, step, place)
-        result = self._loop.start(call.run(self.running))
+
+        def begin() -> Future[tuple[Batch, CallRecord]]:
+            longest_s = 2 * self.session.time_of(name) + LATE_S
+            place = self._placement.enter(self._devices, self.ranks, longest_s)
+            call = GroupCall(self._callee, method, header, inputs, options, step, place)
+            return self._loop.start(call.run(self.running))
+
+        is_own = self._learns and method.takes_rows and name != GENERATES
+        if step.gate and (is_own or is_late(inputs.columns.values())):
+            result: Future[tuple[Batch, CallRecord]] = Promise(is_late=True)
+            step.gate.keep(lambda: pass_on(begin(), result), result)
+        else:
+            result = begin()
         step.made(result)
         expected = method.outputs if outputs is None else outputs
         columns = {column: _column_of(result, column) for column in expected}

@@ -16,6 +16,7 @@ from controller.role_groups.roles import (
 )
 from controller.training.losses import policy_loss, value_loss
 from controller.training.parity import DriftCheck
+from controller.training.staleness import with_version
 from rlhf.v1 import actor_pb2
 
 
@@ -47,7 +48,8 @@ class Rollout:
             return_text: Whether to return the texts of responses. Default: where a reward of the run scores text.
 
         Returns:
-            Columns prompt_ids, response_ids and rollout_log_probs, and with `return_text` also response, the text.
+            Columns prompt_ids, response_ids and rollout_log_probs, and with `return_text` also response, the text; with
+            `run.ahead` also policy_version [rows] int64, the version that generated each row.
         """
         rollout = self._config.rollout
         sampling = actor_pb2.Sampling(
@@ -59,7 +61,8 @@ class Rollout:
             stop=rollout.stop,
         )
         with_text = self._returns_text if return_text is None else return_text
-        return self.group.generate_sequences(prompts, sampling, return_text=with_text)
+        made = self.group.generate_sequences(prompts, sampling, return_text=with_text)
+        return with_version(made) if self._config.run.ahead else made
 
 
 class Actor(Rollout):

@@ -168,8 +168,8 @@ class Slice:
 class SliceMove:
     """A transfer: rank `source` sends `piece` of a tensor to `destination`, which may be the same rank."""
 
-    source: Hashable
-    destination: Hashable
+    source: Any
+    destination: Any
     piece: Slice
 
 

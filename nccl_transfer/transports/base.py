@@ -159,6 +159,8 @@ class Reader(ABC):
             deadline: Time at which the read fails, on the clock of `time.monotonic`, in seconds.
 
         Raises:
+            AttachFailed: What the transport needs to read from the rank could not be set up, though `why_not` gave no
+                reason; no byte was read. The rank is then read by the next transport that reaches it.
             DeadlineExceeded: The bytes did not arrive by the deadline.
             ServiceLost: The rank has ended, or cannot be reached.
             Refused: The service has another epoch than `source`, or a shard was released.
@@ -176,6 +178,11 @@ class Reader(ABC):
             NotImplementedError: The transport has no route to device memory.
         """
         raise NotImplementedError(f"{self.name} has no route to device memory")
+
+    def forget(self, source: Endpoint) -> None:  # noqa: B027 - most plug-ins keep nothing open
+        """Closes what is kept open between reads to a source that no call names any more. Returns at once; views that
+        were returned stay valid, a read under way may fail, and a later read connects again. Default: does nothing,
+        for transports that keep nothing open."""
 
     @abstractmethod
     def close(self) -> None:

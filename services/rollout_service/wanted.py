@@ -19,6 +19,7 @@ from services.engines.three_d.stage import layouts_of_directory
 from services.models.meta import model_on_meta
 from services.storage.checkpoint import WeightShard
 from services.storage.layout import Layout
+from services.weights.copying import copy_values
 
 Piece = tuple[WeightSlice, Tensor]
 """A box of a tensor that has arrived, with its values."""
@@ -96,14 +97,12 @@ class WantedWeights:
     def _shard(self, name: str, kept: Tensor) -> WeightShard:
         return self.layouts[name].shard(kept, self.part)
 
-    @torch.no_grad()
     def _write(self, kept: Tensor, slice_: WeightSlice, values: Tensor) -> None:
         """Copies a piece into the tensor that the rank keeps."""
         shard, box = self._shard(slice_.name, kept), slice_.box
         bounds = zip(box.starts, box.stops, shard.offsets, strict=True)
-        shard.tensor[tuple(slice(start - offset, stop - offset) for start, stop, offset in bounds)].copy_(
-            values
-        )
+        place = tuple(slice(start - offset, stop - offset) for start, stop, offset in bounds)
+        copy_values(shard.tensor[place], values)
 
 
 def whole_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> WantedWeights:

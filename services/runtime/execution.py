@@ -56,6 +56,7 @@ class CallQueue:
         self._introductions = Introductions(
             lambda: (store.endpoint, *worker.ranks.endpoints),
             lambda adverts: fetcher.check_adverts(adverts),
+            lambda endpoint: fetcher.forget(endpoint),
         )
         self._responses = ResponseMemory()
         self._turns = TurnQueue()

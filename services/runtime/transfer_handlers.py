@@ -67,7 +67,9 @@ class TransferHandlers:
         return transfer_pb2.PutResponse(batch=to_proto(stored))
 
     async def _stat(self, request: Any, context: Any) -> transfer_pb2.StatResponse:
-        return stat_response(self._store, self._fetcher.traffic(), self._unavailable)
+        return stat_response(
+            self._store, self._fetcher.traffic(), self._unavailable, self._fetcher.failures()
+        )
 
     async def _mark_corrupt(self, request: Any, context: Any) -> transfer_pb2.MarkCorruptResponse:
         return mark_corrupt_response(self._store, request)

@@ -11,6 +11,7 @@ from nccl_transfer.refs.plans import Slice
 from nccl_transfer.refs.weight_plans import Bucket, WeightSlice
 from rlhf.errors import InvalidRequest
 from services.storage.checkpoint import WeightShard
+from services.weights.copying import copy_values
 
 
 def slice_of(name: str, shard: WeightShard) -> WeightSlice:
@@ -55,7 +56,6 @@ class WeightPacker:
                     f"weight {each.name} is {dtype_name(tensor.dtype)} here, not {each.dtype}"
                 )
 
-    @torch.no_grad()
     def pack(self, bucket: Bucket, memory: memoryview) -> None:
         """Writes the slices of a bucket to `memory`, which has `bucket.nbytes` bytes. Casts them to the element type of
         the bucket, and copies them from the device where they are on one.
@@ -66,7 +66,7 @@ class WeightPacker:
         for piece in bucket.pieces:
             part = memory[piece.start : piece.start + piece.slice.nbytes]
             target = torch.frombuffer(part, dtype=getattr(torch, piece.slice.dtype))
-            target.view(piece.slice.box.shape).copy_(self._find(piece.slice))
+            copy_values(target.view(piece.slice.box.shape), self._find(piece.slice))
 
     def _find(self, wanted: WeightSlice) -> Tensor:
         """Returns a view of the values of a slice. Raises InvalidRequest if the rank does not hold it."""

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import grpc
@@ -19,7 +20,7 @@ from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.refs.weight_plans import Bucket, WeightSlice, WeightTransfer, buckets_of, plan_weights
 from nccl_transfer.transports import Reading
 from nccl_transfer.transports.common import remaining_s, stream_channel
-from rlhf.errors import from_rpc_error
+from rlhf.errors import Refused, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
@@ -64,14 +65,16 @@ def receive(
     mine = buckets_of(plan, receiver)
     with _Sources(transfer, receiver, [len(each) for each in plan], fetcher, deadline) as sources:
         ahead = sources.begin(mine[0]) if mine else None
-        for position, bucket in enumerate(mine):
+        for bucket, after, third in zip_longest(mine, mine[1:], mine[2:]):
             assert ahead is not None
             reading = _wait(ahead, check)
-            after = mine[position + 1] if position + 1 < len(mine) else None
             ahead = sources.begin(after) if after else None
             yield from _pieces(bucket, reading.views[0])
-            reading.verify()
-            sources.note_read(bucket)
+            sources.verify(bucket, reading)
+            begins_third = (
+                third is not None and third.source == bucket.source and ahead is not None and ahead.done()
+            )
+            sources.note_read(bucket, with_next=begins_third)
         sources.finish(check)
 
 
@@ -106,6 +109,7 @@ class _Sources:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._known: dict[int, _Source] = {}
         self._notes: list[tuple[Endpoint, Any]] = []
+        self._unsaid: dict[int, int] = {}
 
     def __enter__(self) -> _Sources:
         return self
@@ -117,14 +121,22 @@ class _Sources:
 
     def begin(self, bucket: Bucket) -> Future[Reading]:
         """Begins to read a bucket; returns a future of its verified bytes."""
-        return self._thread.submit(self._read, self._source(bucket.source), bucket)
+        read_before = self._unsaid.pop(bucket.source, 0)
+        return self._thread.submit(self._read, self._source(bucket.source), bucket, read_before)
 
-    def note_read(self, bucket: Bucket) -> None:
+    def note_read(self, bucket: Bucket, *, with_next: bool) -> None:
         """Tells a source that a bucket has been read, without waiting for its answer.
+
+        Args:
+            bucket: The bucket.
+            with_next: Whether the next `begin` is of a bucket of the same source and comes at once: it says so too.
 
         Raises:
             RlhfError: A source has answered an earlier note with this error.
         """
+        if with_next:
+            self._unsaid[bucket.source] = bucket.number + 1
+            return
         source = self._source(bucket.source)
         request = self._request(source, read_before=bucket.number + 1)
         timeout_s = remaining_s(self._deadline, source.endpoint)
@@ -142,19 +154,36 @@ class _Sources:
                     answer.exception(CHECK_S)
             self._check_answer(endpoint, answer)
 
-    def _read(self, source: _Source, bucket: Bucket) -> Reading:
-        timeout_s = remaining_s(self._deadline, source.endpoint)
+    def verify(self, bucket: Bucket, reading: Reading) -> None:
+        """Checks that a bucket was there until now.
+
+        Raises:
+            RlhfError: The source has freed it, with the error by which its SendWeights ended.
+        """
         try:
-            taken = source.stub.TakeBucket(self._request(source, bucket=bucket.number), timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, str(source.endpoint)) from error
+            reading.verify()
+        except Refused:
+            self._take(self._source(bucket.source), 0, bucket.number)
+            raise
+
+    def _read(self, source: _Source, bucket: Bucket, read_before: int) -> Reading:
+        taken = self._take(source, read_before, bucket.number)
         name = f"bucket {bucket.number} of {self._counts[bucket.source]} of transfer {self._transfer.id}"
         shard = Shard(source.endpoint, taken.shard, taken.offset, taken.nbytes, tuple(taken.checksums))
-        return self._fetcher.read(ByteRange(shard, 0, bucket.nbytes, name), self._deadline)
+        try:
+            return self._fetcher.read(ByteRange(shard, 0, bucket.nbytes, name), self._deadline)
+        except Refused:
+            self._take(source, 0, bucket.number)  # raises the error for which the source has freed it
+            raise
 
-    def _request(
-        self, source: _Source, read_before: int = 0, bucket: int | None = None
-    ) -> pb.TakeBucketRequest:
+    def _take(self, source: _Source, read_before: int, bucket: int) -> pb.TakeBucketResponse:
+        request = self._request(source, read_before, bucket)
+        try:
+            return source.stub.TakeBucket(request, timeout=remaining_s(self._deadline, source.endpoint))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, str(source.endpoint)) from error
+
+    def _request(self, source: _Source, read_before: int, bucket: int | None = None) -> pb.TakeBucketRequest:
         return pb.TakeBucketRequest(
             epoch=source.endpoint.epoch,
             transfer_id=self._transfer.id,

@@ -93,16 +93,8 @@ def predict_rank(use: ModelUse, rows: RowSizes, stage: int) -> dict[StageName, F
         "idle": footprint({}),
     }
     if use.rollout is not None:
-        gathered, bucket = _transition(use, stage)
-        found["transition"] = footprint({"generation weights": gathered, "gathered tensors": bucket})
-        found["generation"] = footprint(
-            {
-                "generation weights": gathered,
-                "KV cache": cache_bytes(use, rows),
-                "decoding": decoding_bytes(use, rows),
-                "vLLM workspace": vllm_workspace(use),
-            }
-        )
+        transition, generation = generation_parts(use, rows, stage)
+        found["transition"], found["generation"] = footprint(transition), footprint(generation)
     found["forward"] = footprint(_forward(use, counts, stage))
     if use.learns:
         largest = max(update_moments(use, counts, stage), key=lambda moment: moment.total)
@@ -114,6 +106,20 @@ def predict_rank(use: ModelUse, rows: RowSizes, stage: int) -> dict[StageName, F
         )
         found["checkpoint"] = footprint({}, {"copy for the checkpoint": held})
     return found
+
+
+def generation_parts(use: ModelUse, rows: RowSizes, stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the bytes that an actor's rank takes on its device in the stages transition and generation, by
+    component: those that replace a component of `idle_parts`, and further ones."""
+    gathered, bucket = _transition(use, stage)
+    transition = {"generation weights": gathered, "gathered tensors": bucket}
+    generation = {
+        "generation weights": gathered,
+        "KV cache": cache_bytes(use, rows),
+        "decoding": decoding_bytes(use, rows),
+        "vLLM workspace": vllm_workspace(use),
+    }
+    return transition, generation
 
 
 def idle_parts(use: ModelUse, stage: int) -> dict[str, int]:

@@ -48,18 +48,19 @@ def service_use(table: ServiceTable, *, on_gpu: bool, truncates: bool = False) -
 
 
 def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
-    """Returns the use of a reward model: whole on every rank, and sharded by fsdp beside it where it learns."""
-    if table.kind != "model" or table.model is None:
+    """Returns the use of a reward model: whole on every rank unless it is sharded, and sharded by fsdp beside it
+    where it learns."""
+    if table.model_directory is None:
         raise NotPredicted(f"kind {table.kind} has no model of its own")
     return ModelUse(
-        _shape(table.model, "score"),
-        engine="whole" if table.optimizer is None else "fsdp",
+        _shape(table.model_directory, "score"),
+        engine="whole" if table.optimizer is None and not table.sharded else "fsdp",
         mesh=(1, 1, table.ranks),
         dtype=table.dtype,
         learns=table.optimizer is not None,
         packing=False,
         micro_batch_tokens=table.micro_batch_tokens,
-        scores_with_copy=table.optimizer is not None,
+        scores_with_copy=table.optimizer is not None and not table.sharded,
         on_gpu=on_gpu,
         arena_bytes=table.arena_mb << 20,
     )
@@ -71,7 +72,7 @@ def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
     lora = table.lora if isinstance(table, ActorTable) else None
     targets = lora.target_modules if lora is not None else ()
     return ModelUse(
-        _shape(table.model, "value" if isinstance(table, CriticTable) else "lm"),
+        _shape(table.model_directory, "value" if isinstance(table, CriticTable) else "lm"),
         engine=table.engine,  # pyright: ignore[reportArgumentType] - one of the three, as was just checked
         mesh=meshes.parse(table.mesh) if table.mesh else (1, 1, table.ranks),
         shards_over_data=table.shards_over_data,

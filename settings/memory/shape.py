@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -56,7 +57,7 @@ class WeightSize:
     shape: tuple[int, ...]
     cut: Cut = Cut.WHOLE
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of the whole weight."""
         return math.prod(self.shape)
@@ -152,12 +153,12 @@ class ModelShape:
         """Whether the model computes logits with its embedding."""
         return self.tied and self.head == "lm"
 
-    @property
+    @cached_property
     def embedding(self) -> WeightSize:
         """The embedding."""
         return WeightSize("embed_tokens.weight", (self.vocabulary, self.hidden), Cut.TOKENS)
 
-    @property
+    @cached_property
     def layer(self) -> tuple[WeightSize, ...]:
         """The weights of one layer, in the order of the model's modules."""
         h, f, q, k = self.hidden, self.intermediate, self.query, self.key
@@ -178,7 +179,7 @@ class ModelShape:
             WeightSize("post_attention_layernorm.weight", (h,)),
         )
 
-    @property
+    @cached_property
     def end(self) -> tuple[WeightSize, ...]:
         """The weights after the last layer: norm and head. A tied output layer is not among them."""
         norm = WeightSize("norm.weight", (self.hidden,))
@@ -198,12 +199,12 @@ class ModelShape:
             yield from ((f"layer {number}", weight) for weight in self.layer)
         yield from (("end", weight) for weight in self.end)
 
-    @property
+    @cached_property
     def layer_numel(self) -> int:
         """Number of parameters of one layer."""
         return sum(weight.numel for weight in self.layer)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Number of parameters of the model; tied ones count once."""
         ends = sum(weight.numel for weight in (self.embedding, *self.end))

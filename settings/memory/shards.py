@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from settings.memory.shape import VOCABULARY_MULTIPLE, Cut, ModelShape, WeightSize
 from settings.memory.use import AdapterSize, ModelUse
@@ -25,6 +26,7 @@ def stage_weights(use: ModelUse, stage: int) -> Iterator[tuple[int, WeightSize]]
         yield from ((1, weight) for weight in shape.end)
 
 
+@lru_cache(maxsize=1024)
 def kept_numel(use: ModelUse, stage: int) -> int:
     """Returns the elements of the model's own weights that a rank of a pipeline stage keeps, padding included. Data
     ranks may have fewer real ones: this is the first."""
@@ -130,6 +132,7 @@ def adapter_weights(shape: ModelShape, adapters: AdapterSize) -> list[WeightSize
     return found
 
 
+@lru_cache(maxsize=1024)
 def trained_numel(use: ModelUse, stage: int) -> int:
     """Returns the elements of the trained weights that a rank keeps: all of `kept_numel`, the adapters where there are
     any, or 0 for a model that is not trained."""

@@ -55,11 +55,10 @@ ZERO = {
 def check(cases: dict[str, dict[str, Any]], directory: Path) -> None:
     models, out = directory / "models", directory / "out"
     out.mkdir()
+    sizes: dict[str, Any] = {**SIZES, "max_position_embeddings": 128}
     for tied in (True, False):
         torch.manual_seed(3)
-        model = LlamaForCausalLM(
-            LlamaConfig(**SIZES | {"max_position_embeddings": 128}, tie_word_embeddings=tied)
-        )
+        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied))
         model.save_pretrained(models / ("tied" if tied else "untied"))
     reports = launch("integration.weights_main", 4, cases, models, out, deadline_s=DEADLINE_S)
     assert [(name, each) for report in reports for name in cases for each in report[name]["wrong"]] == []

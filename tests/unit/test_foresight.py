@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from controller import foresight
 from controller.config.config import Config, load
 from controller.foresight import arena_mb_needed, arena_warnings
+from rlhf.errors import ConfigError
+from settings.hub import DESCRIPTION
 
 QUICKSTART = Path(__file__).parents[2] / "deploy/quickstart/quickstart.toml"
 
@@ -47,3 +51,20 @@ def test_the_figure_that_is_needed_is_told_with_its_key() -> None:
 @pytest.mark.parametrize("name", ["quickstart", "groups"])
 def test_bundled_configurations_have_arenas_that_are_large_enough(name: str) -> None:
     assert arena_warnings(load(QUICKSTART.with_name(f"{name}.toml")), 64) == []
+
+
+def test_models_on_the_hub_are_described_here_where_that_is_possible(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A controller without a network goes on, as for directories that are on other hosts."""
+    asked = []
+
+    def fetch(model: Path, key: str, within_s: float, files: Sequence[str]) -> Path:
+        asked.append((str(model), key, within_s, files))
+        raise ConfigError("the hub cannot be reached")
+
+    monkeypatch.setattr(foresight, "fetch", fetch)
+    on_hub = load(QUICKSTART, ("services.actor.model='owner/tiny@v1'", "run.connect_timeout_s=7"))
+    foresight.fetch_descriptions(on_hub)
+    assert asked == [("owner/tiny@v1", "services.actor.model", 7.0, DESCRIPTION)]
+    assert [record.getMessage() for record in caplog.records] == ["the hub cannot be reached"]

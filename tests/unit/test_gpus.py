@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from check_extras import findings
 
+from nccl_transfer.transports.gpu.device import INSTALL_HINT
 from rlhf.errors import ConfigError
 from services.engines.agreement import new_directory
 from services.engines.fsdp.engine import FSDPEngine
@@ -280,3 +282,10 @@ def test_engines_on_gpus_agree_in_host_memory(
     WeightCheck().verify([])
     assert devices
     assert set(devices) == {"cpu"}
+
+
+def test_the_hint_to_install_for_a_gpu_has_the_commands_of_the_docs() -> None:
+    documented = (Path(__file__).parents[2] / "docs/gpus.md").read_text()
+    commands = re.findall(r"pip install '[^']+'(?: --extra-index-url \S+)?", INSTALL_HINT)
+    assert len(commands) == 2
+    assert all(command in documented for command in commands)

@@ -81,6 +81,9 @@ class NcclReader(Reader):
     def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
         return self._clients.to(source).receive(source, ranges, deadline)
 
+    def forget(self, source: Endpoint) -> None:
+        self._clients.forget(source)
+
     def close(self) -> None:
         self._clients.close()
 

@@ -25,7 +25,7 @@ from nccl_transfer.transports.gpu.communicator import (
 from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer
 from nccl_transfer.transports.gpu.liveness import LivenessStream, wait_for_answer
 from nccl_transfer.transports.gpu.manifest import manifest_item
-from nccl_transfer.transports.gpu.peer_connection import PeerConnection
+from nccl_transfer.transports.gpu.peer_connection import PeerConnection, attaching
 from nccl_transfer.transports.gpu.transaction import Phase, Transaction
 from rlhf.errors import (
     DeadlineExceeded,
@@ -71,11 +71,15 @@ class NcclReaderSession:
         """Creates the communicator: calls `join` in the session's thread and waits until the source has joined too.
 
         Raises:
-            CommunicatorError: The communicator could not be created. Other errors as raised by `LivenessStream.wait`.
+            TransferError: The communicator could not be created here. Other errors as raised by `LivenessStream.wait`,
+                that of a source which could not create it among them.
         """
         self._joined = self.submit(join)
         self.liveness.wait(self._joined.done, deadline, where)
-        self._joined.result()
+        try:
+            self._joined.result()
+        except CommunicatorError as error:
+            raise self.explain(error, where) from error
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Submits `work` to the session's thread; returns its future, which never completes if NCCL blocks."""
@@ -135,29 +139,33 @@ class NcclClient(PeerConnection[NcclServiceStub]):
         if self._session is not None and not self._session.liveness.is_alive:
             self.end()
         if self._session is None:
-            self._epoch += 1
-            unique_id = self._nccl.unique_id()
-            request = pb.AttachRequest(
-                reader=self._reader,
-                epoch=source.epoch,
-                communicator_epoch=self._epoch,
-                unique_id=unique_id,
-                nccl_version=self._nccl.version,
-            )
-            self._session = NcclReaderSession(
-                self._epoch, LivenessStream(self.stub.Attach(request), self.closed)
-            )
             try:
-                self._session.liveness.first(deadline, where)
-                self._session.join(lambda: self._nccl.join(unique_id, READER, 2), deadline, where)
-            except CommunicatorError as error:
-                explained = self._session.explain(error, where)
-                self.end()
-                raise explained from error
+                with attaching(where):
+                    self._session = self._attach(source, where, deadline)
             except BaseException:
-                self.end()
+                self.disconnect()
                 raise
         return self._session
+
+    def _attach(self, source: Endpoint, where: str, deadline: float) -> NcclReaderSession:
+        """Creates a communicator with the source; returns its session."""
+        self._epoch += 1
+        unique_id = self._nccl.unique_id()
+        request = pb.AttachRequest(
+            reader=self._reader,
+            epoch=source.epoch,
+            communicator_epoch=self._epoch,
+            unique_id=unique_id,
+            nccl_version=self._nccl.version,
+        )
+        session = NcclReaderSession(self._epoch, LivenessStream(self.stub.Attach(request), self.closed))
+        try:
+            session.liveness.first(deadline, where)
+            session.join(lambda: self._nccl.join(unique_id, READER, 2), deadline, where)
+        except BaseException:
+            session.end()
+            raise
+        return session
 
     def _transfer(
         self,

@@ -72,6 +72,21 @@ class NcclSession:
         """Number of bytes that are staged on the GPU."""
         return sum(message.nbytes for message in self._sends)
 
+    async def join(self) -> None:
+        """Waits until the communicator has been created or the session has ended.
+
+        Raises:
+            TransferError: The communicator could not be created.
+        """
+        ended = asyncio.ensure_future(self.ended.wait())
+        joined = asyncio.wrap_future(self._joined)
+        try:
+            await asyncio.wait((joined, ended), return_when=asyncio.FIRST_COMPLETED)
+            if joined.done() and (error := joined.exception()) is not None:
+                raise TransferError(f"the communicator could not be created: {error}") from error
+        finally:
+            ended.cancel()
+
     def begin(self, transaction: Transaction, within_s: float) -> None:
         """Begins a transaction. If it is not finished within `within_s` + GRACE_S seconds, the session ends."""
         self.transaction = transaction
@@ -180,6 +195,7 @@ class NcclSource(Source):
         Raises:
             Refused: The request is for another epoch of the service, the reader's NCCL version differs, or its
                 communicator epoch is not newer than the current one.
+            TransferError: The communicator could not be created here.
         """
         check_epoch(self._store, request.epoch)
         if request.nccl_version != self._nccl.version:
@@ -196,6 +212,7 @@ class NcclSource(Source):
         self._sessions[request.reader] = session
         try:
             yield pb.AttachResponse(nccl_version=self._nccl.version)
+            await session.join()
             await session.ended.wait()
         finally:
             session.end("the reader has gone")

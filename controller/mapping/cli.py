@@ -1,0 +1,197 @@
+"""rlhf-map: finds the fastest placement of the models of a config on given devices, before anything is started."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import tomli_w
+from rich.console import Console
+
+from controller import algorithms
+from controller.config.config import Config, load
+from controller.mapping.configured import described_plan, models_of, placeable
+from controller.mapping.devices import DeviceGroup, built_in_devices, device_group, read_devices
+from controller.mapping.explain import comparison, misfits, why_nothing_fits
+from controller.mapping.mapper import find_plan, named_plans
+from controller.mapping.output import planned_config
+from controller.mapping.problem import Problem
+from controller.mapping.record import record_dataflow
+from controller.mapping.report import placements_table, plan_table, summary, timeline_page
+from controller.mapping.workload import LengthShares, workload_of
+from rlhf.errors import ConfigError
+from settings.strict import override, read_toml
+
+NOTHING_FITS, USAGE_ERROR = 1, 2
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A config with the problem that it is for, and the names of services that take no devices."""
+
+    config: Config
+    problem: Problem
+    left_out: dict[str, str]
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options that all commands share."""
+    for option in reversed(
+        (
+            click.argument("config_path", metavar="CONFIG", type=click.Path(path_type=Path)),
+            click.option("--algo", default="ppo", show_default=True, help="Algorithm, as of rlhf-controller."),
+            click.option(
+                "--devices", "kinds", multiple=True, required=True, metavar="KIND:COUNT",
+                help="Devices, such as A100-80GB:16; repeatable for further kinds.",
+            ),
+            click.option("--per-machine", default=8, show_default=True, type=click.IntRange(1), help="Devices of one."),
+            click.option("--table", type=click.Path(path_type=Path), help="TOML file with further devices."),
+            click.option("--prompts", metavar="LENGTHS", help="Tokens of prompts: N, or N:WEIGHT,N:WEIGHT."),
+            click.option("--responses", metavar="LENGTHS", help="The same of responses."),
+            click.option(
+                "--ahead", default=0, show_default=True, type=click.IntRange(0),
+                help="Steps by which generation may be ahead of updates.",
+            ),
+            click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config."),
+        )
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="rlhf-cluster")
+def main() -> None:
+    """Find the fastest placement of the models of a config: which of them share devices, how many devices each has, and
+    its mesh. Computes on one core, and starts nothing."""
+    # A user's own algorithm may be in the working directory.
+    sys.path.append(str(Path.cwd()))
+
+
+@main.command()
+@_options
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the config with the plan here.")
+@click.option("--timeline", type=click.Path(path_type=Path), help="Write a picture of one step here (HTML).")
+def find(output: Path | None, timeline: Path | None, **given: Any) -> None:
+    """Find the fastest plan for CONFIG, whose services, rows and algorithm it takes; pools and meshes are chosen."""
+    with _errors_shown():
+        asked = _asked(**given)
+        problem = asked.problem
+        plan = find_plan(problem)
+        if plan is None:
+            raise _DoesNotFit(why_nothing_fits(problem))
+        console = _console()
+        console.print(plan_table(problem, plan))
+        click.echo(summary(problem, plan))
+        for name, why in asked.left_out.items():
+            click.echo(f"{name} is not placed: {why}")
+        others = {"found": plan, **named_plans(problem)}
+        console.print(placements_table(problem, others))
+        if output is not None:
+            tables = override(read_toml(given["config_path"]), given["settings"])
+            _write(output, tomli_w.dumps(planned_config(tables, problem, plan)[0]))
+        if timeline is not None:
+            _write(timeline, timeline_page(problem, plan))
+
+
+@main.command()
+@_options
+def explain(**given: Any) -> None:
+    """Say why the plan that CONFIG describes is slower than the fastest one, or what of it does not fit. All services
+    are on devices of the first kind."""
+    with _errors_shown():
+        asked = _asked(**given)
+        problem = asked.problem
+        described = replace(
+            problem, models=models_of(asked.config, _dataflow(asked.config, given["algo"])).models
+        )
+        plan = described_plan(asked.config, described, problem.devices[0])
+        _console().print(plan_table(described, plan))
+        click.echo(summary(problem, plan))
+        best = find_plan(problem)
+        lacking = misfits(described, plan)
+        for line in lacking:
+            click.echo(f"does not fit: {line}")
+        if best is None:
+            raise _DoesNotFit(why_nothing_fits(problem))
+        for line in comparison(described, plan, best):
+            click.echo(line)
+        if lacking:
+            raise _DoesNotFit(["the plan does not fit; rlhf-map find has one that does"])
+
+
+@main.command()
+@click.option("--table", type=click.Path(path_type=Path), help="TOML file with further devices.")
+def devices(table: Path | None) -> None:
+    """List the known devices and their rates."""
+    with _errors_shown():
+        for name, each in {**built_in_devices(), **(read_devices(table) if table else {})}.items():
+            rates = each.model_dump(exclude={"tflops"})
+            peak = ", ".join(f"{rate:g} TFLOPS {dtype}" for dtype, rate in each.tflops.items())
+            click.echo(f"{name}: {peak}, " + ", ".join(f"{key} {value:g}" for key, value in rates.items()))
+
+
+def _asked(
+    config_path: Path,
+    algo: str,
+    kinds: tuple[str, ...],
+    per_machine: int,
+    table: Path | None,
+    prompts: str | None,
+    responses: str | None,
+    ahead: int,
+    settings: tuple[str, ...],
+) -> Asked:
+    config = algorithms.find_algorithm(algo).configure(load(config_path, settings))
+    more = read_devices(table) if table else {}
+    groups: list[DeviceGroup] = [device_group(text, per_machine, more) for text in kinds]
+    if len({group.name for group in groups}) < len(groups):
+        raise ConfigError("--devices: give each kind once")
+    workload = workload_of(
+        config,
+        LengthShares.parse(prompts) if prompts else None,
+        LengthShares.parse(responses) if responses else None,
+    )
+    found = models_of(config, _dataflow(config, algo))
+    models = tuple(placeable(model) for model in found.models)
+    return Asked(config, Problem(models, workload, tuple(groups), ahead), dict(found.left_out))
+
+
+def _dataflow(config: Config, algo: str) -> Any:
+    return record_dataflow(algorithms.find_algorithm(algo), config)
+
+
+def _console() -> Console:
+    is_terminal = sys.stdout.isatty()
+    return Console(width=None if is_terminal else 200, soft_wrap=not is_terminal)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    click.echo(f"written: {path}")
+
+
+class _DoesNotFit(Exception):
+    """Nothing fits; its argument has the lines that say why."""
+
+
+@contextlib.contextmanager
+def _errors_shown() -> Iterator[None]:
+    """Shows what is wrong with the input in one line, and ends with exit code 2; with 1 where nothing fits."""
+    try:
+        yield
+    except ConfigError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(USAGE_ERROR)
+    except _DoesNotFit as error:
+        for line in error.args[0]:
+            click.echo(f"error: {line}", err=True)
+        sys.exit(NOTHING_FITS)

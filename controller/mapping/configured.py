@@ -1,0 +1,122 @@
+"""Problems and plans of configurations: the models of a config's services, and the plan that a config describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from controller.config.config import Config
+from controller.mapping.dataflow import Dataflow
+from controller.mapping.devices import DeviceGroup
+from controller.mapping.layouts import Option, memory, service_times
+from controller.mapping.mapper import on
+from controller.mapping.problem import Model, Problem
+from controller.mapping.search import MappedPlan, Pool
+from controller.mapping.simulate import Site, rows_together
+from controller.mapping.workload import Workload
+from rlhf.errors import ConfigError
+from settings.memory.services import NotPredicted, service_use
+from settings.memory.use import ModelUse
+from settings.reward import RewardTable
+
+
+@dataclass(frozen=True)
+class ConfiguredModels:
+    """The models of a config.
+
+    Attributes:
+        models: Services with a model, which are placed.
+        left_out: Services that take no devices, with the reason.
+    """
+
+    models: tuple[Model, ...]
+    left_out: Mapping[str, str]
+
+
+def models_of(config: Config, dataflow: Dataflow) -> ConfiguredModels:
+    """Returns the models of a config's services with their calls. Reads the config.json of their directories.
+
+    Raises:
+        ConfigError: The memory of a service with a model cannot be predicted; the text says why.
+    """
+    models, left_out = [], {}
+    for name, table in config.services.items():
+        served = {name} | {role for role, host in config.also_served.items() if host == name}
+        calls = tuple(call for call in dataflow.calls if call.service in served)
+        if isinstance(table, RewardTable) and table.kind != "model":
+            left_out[name] = f"kind {table.kind} needs no device of these"
+            continue
+        if not table.needs_torch or table.external:
+            left_out[name] = "external" if table.external else f"role {table.role} has no model"
+            continue
+        try:
+            use = service_use(table, on_gpu=True, truncates=config.rollout.truncates)
+        except NotPredicted as error:
+            raise ConfigError(f"services.{name}: {error}") from None
+        models.append(Model(name, use, calls, table.role == "critic"))
+    if not models:
+        raise ConfigError("services: none of them has a model, so there is nothing to place")
+    return ConfiguredModels(tuple(models), left_out)
+
+
+def placeable(model: Model) -> Model:
+    """Returns a model in the engine that the search chooses meshes for: 3d, but fsdp for adapters and for rewards that
+    learn, and whole for rewards that only score."""
+    use = model.use
+    if use.engine == "whole" or use.scores_with_copy or use.adapters is not None:
+        return model
+    return replace(model, use=replace(use, engine="3d", offload_optimizer=False))
+
+
+def described_plan(config: Config, problem: Problem, group: DeviceGroup) -> MappedPlan:
+    """Returns the plan that a config describes, on devices of one kind. Services whose pools share a device are
+    colocated.
+
+    Raises:
+        ConfigError: The config has more devices than there are.
+    """
+    pools, total = [], 0
+    for models, count in _sharing(config, problem.models):
+        total += count
+        site = Site(group, group.alignment(count))
+        options = tuple(
+            described_option(on(problem.models[number], group), site, problem.workload) for number in models
+        )
+        pools.append(Pool(tuple(models), 0, count, options))
+    if total > group.count:
+        raise ConfigError(f"services are on {total} devices, and {group.count} are given")
+    return MappedPlan(tuple(pools), problem.ahead)
+
+
+def described_option(model: Model, site: Site, workload: Workload) -> Option:
+    """Returns the costs of a model in the layout that its use describes."""
+    use, rows = model.use, model.rows(workload)
+    idle, extra = memory(use, rows)
+    together = 0
+    if use.rollout is not None:
+        length = rows.prompt_tokens + rows.response_tokens
+        most = use.rollout.cache_tokens if use.rollout.engine == "hf" else _tokens_of_cache(use)
+        generated = max(
+            (call.rows for call in model.calls if call.kind == "generation"), default=workload.rows
+        )
+        together = max(1, min(most // length, rows_together(use, generated, 1)))
+    return Option(tuple(service_times(model, use, site, workload, together)), idle, extra, use)
+
+
+def _tokens_of_cache(use: ModelUse) -> int:
+    """Returns the tokens that the KV cache of a replica of vLLM has room for."""
+    rollout, shape = use.rollout, use.shape
+    assert rollout is not None, "only actors generate"
+    return rollout.cache_bytes // (2 * shape.layers * (shape.key // rollout.tensor) * use.itemsize)
+
+
+def _sharing(config: Config, models: Sequence[Model]) -> list[tuple[list[int], int]]:
+    """Returns the sets of models whose pools are connected by shared devices, each with its number of devices."""
+    found: list[tuple[list[int], frozenset[str]]] = []
+    for number, model in enumerate(models):
+        devices = config.devices(model.name)
+        joined = [each for each in found if each[1] & devices]
+        found = [each for each in found if not each[1] & devices]
+        members = sorted([number, *(one for numbers, _ in joined for one in numbers)])
+        found.append((members, devices.union(*(each[1] for each in joined))))
+    return [(members, len(devices)) for members, devices in found]

@@ -1,0 +1,70 @@
+"""The calls of one step of an algorithm (D of HybridFlow, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["generation", "inference", "training"]
+STAGES = ("generation", "preparation", "training")
+"""Stages of a step (HybridFlow, section 2): every call is in the one of its kind; inference is preparation."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a step.
+
+    Attributes:
+        service, method: Name of the service, and Python name of the method.
+        rows: Number of rows.
+        reads: Columns that other services or the controller made and the call reads, by name.
+        after: Numbers of the calls of the step that it waits for, ascending: those that made the columns it reads.
+    """
+
+    service: str
+    method: str
+    rows: int
+    reads: tuple[str, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        """Kind of the computation, by the name of the method."""
+        if self.method == "generate_sequences":
+            return "generation"
+        return "training" if self.method.startswith("update_") else "inference"
+
+    @property
+    def stage(self) -> int:
+        """Index of the call's stage in `STAGES`."""
+        return {"generation": 0, "inference": 1, "training": 2}[self.kind]
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """The calls of one step, in the order in which the algorithm makes them."""
+
+    calls: tuple[Call, ...]
+
+    def of(self, service: str) -> tuple[Call, ...]:
+        """Returns the calls of a service."""
+        return tuple(call for call in self.calls if call.service == service)
+
+
+def ppo_dataflow(rows: int, services: Sequence[str] = ("actor", "critic", "reference", "reward")) -> Dataflow:
+    """Returns the dataflow of PPO (HybridFlow, figure 1) for services of these names: actor, critic, reference and
+    reward."""
+    actor, critic, reference, reward = services
+    ids = ("prompt_ids", "response_ids")
+    return Dataflow(
+        (
+            Call(actor, "generate_sequences", rows, ("prompt",)),
+            Call(actor, "compute_log_prob", rows, (), (0,)),
+            Call(critic, "compute_values", rows, ids, (0,)),
+            Call(reference, "compute_ref_log_prob", rows, ids, (0,)),
+            Call(reward, "compute_reward", rows, ids, (0,)),
+            Call(critic, "update_critic", rows, ("advantages", "returns"), (1, 2, 3, 4)),
+            Call(actor, "update_actor", rows, ("advantages",), (1, 2, 3, 4)),
+        )
+    )

@@ -1,0 +1,283 @@
+"""The search for the fastest plan (HybridFlow, algorithm 1): set partitions of the models, allocations of devices to
+the sets, and layouts of the models. Exact: no plan has a lower cost.
+
+Costs of a set are vectors of seconds by stage. A layout is left out only where another is at least as good in every
+stage and in memory; a partial plan only where no completion can cost less than the best plan so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from controller.mapping.layouts import Option
+from controller.mapping.pareto import not_dominated_rows
+
+Times = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Colocated models of a plan.
+
+    Attributes:
+        models: Numbers of the models.
+        kind: Number of the kind of devices.
+        count: Number of devices.
+        options: Layout of each model.
+    """
+
+    models: tuple[int, ...]
+    kind: int
+    count: int
+    options: tuple[Option, ...]
+
+    @property
+    def times(self) -> Times:
+        """Seconds of each stage: the sum over the models, which take turns."""
+        return tuple(map(sum, zip(*(option.times for option in self.options), strict=True)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a device: what all models take between calls, and the most that one takes beyond."""
+        return sum(option.idle for option in self.options) + max(option.extra for option in self.options)
+
+
+@dataclass(frozen=True)
+class MappedPlan:
+    """A placement of models.
+
+    Attributes:
+        pools: Sets of colocated models with their devices.
+        ahead: Steps by which generation may be ahead of updates.
+    """
+
+    pools: tuple[Pool, ...]
+    ahead: int = 0
+
+    @property
+    def stages(self) -> Times:
+        """Seconds of each stage: of the slowest pool (d_cost of HybridFlow, algorithm 1)."""
+        return tuple(map(max, zip(*(pool.times for pool in self.pools), strict=True)))
+
+    @property
+    def cost(self) -> float:
+        """Seconds of a step; see `period`."""
+        return period(self.stages, max(sum(pool.times) for pool in self.pools), self.ahead)
+
+
+def period(stages: Sequence[float], busiest: float, ahead: int) -> float:
+    """Returns the seconds from one step to the next: the stages of a step, one after another, shared by `ahead` + 1
+    steps that are under way, but at least the time in which the busiest pool computes.
+
+    Args:
+        stages: Seconds of each stage.
+        busiest: Most seconds that a pool computes in a step.
+        ahead: Steps by which generation may be ahead of updates.
+    """
+    return max(busiest, sum(stages) / (ahead + 1))
+
+
+def partitions(items: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
+    """Yields all partitions of items into sets."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for found in partitions(rest):
+        yield [(first,), *found]
+        for number, each in enumerate(found):
+            yield [*found[:number], (first, *each), *found[number + 1 :]]
+
+
+@dataclass(frozen=True, eq=False)
+class Front:
+    """Combinations of layouts of a set of models on a number of devices, of which none is better than another in all.
+
+    Attributes:
+        costs: [combinations, stages + 2] Seconds of each stage; bytes between calls, and most bytes beyond.
+        choices: Layouts of each combination, in the order of the set.
+    """
+
+    costs: np.ndarray
+    choices: tuple[tuple[Option, ...], ...]
+
+
+class Search:
+    """One search.
+
+    Args:
+        kinds: Kind of each model: models of one kind have equal layouts.
+        counts: Number of devices of each kind of devices.
+        capacities: Bytes of a device, by kind of devices.
+        options: Function that returns the layouts of a kind of models in a pool: of kind of models, kind of devices
+            and number of devices. A pool of more devices must have all layouts of a pool of fewer, or equal ones.
+        ahead: Steps by which generation may be ahead of updates.
+        known: A plan, if one is known already. Default: none.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[int],
+        counts: Sequence[int],
+        capacities: Sequence[int],
+        options: Callable[[int, int, int], Sequence[Option]],
+        ahead: int = 0,
+        known: MappedPlan | None = None,
+    ) -> None:
+        self._kinds = kinds
+        self._counts = counts
+        self._capacities = capacities
+        self._options = options
+        self._ahead = ahead
+        self._combined: dict[tuple[tuple[int, ...], int, int], Front] = {}
+        self._fitting: dict[tuple[tuple[int, ...], int, int], Front] = {}
+        self._best = known
+        self._cost = float("inf") if known is None else known.cost
+
+    def run(
+        self, pool_counts: Sequence[Sequence[int]], sets: Sequence[tuple[int, ...]] | None = None
+    ) -> MappedPlan | None:
+        """Returns a plan of the lowest cost; None where no plan fits.
+
+        Args:
+            pool_counts: Numbers of devices that a pool may have, ascending, by kind of devices.
+            sets: The sets of models of the plan, by their numbers. Default: the best of all partitions.
+        """
+        found = [list(sets)] if sets else sorted(partitions(range(len(self._kinds))), key=len)
+        for sets in found:
+            self._allocate(sets, pool_counts)
+        return self._best
+
+    def _allocate(self, sets: list[tuple[int, ...]], pool_counts: Sequence[Sequence[int]]) -> None:
+        """Looks for a better plan with these sets."""
+        choices = []
+        for each in sets:
+            candidates = list(self._candidates(self._key(each), pool_counts))
+            if not candidates:
+                return
+            choices.append(candidates)
+        floors = [np.min([costs.min(axis=0) for _, _, costs, _ in each], axis=0) for each in choices]
+        # The sets with the fewest choices and the highest costs come first.
+        order = sorted(range(len(sets)), key=lambda i: -floors[i].sum())
+        after = [np.zeros_like(floors[0])]
+        busy_after = [0.0]
+        for i in reversed(order):
+            after.append(np.maximum(after[-1], floors[i]))
+            busy_after.append(max(busy_after[-1], self._busy_floor(choices[i])))
+        after.reverse()
+        busy_after.reverse()
+        least = self._least_devices([choices[i] for i in order])
+        plan: list[tuple[int, int, int, int]] = []
+
+        def extend(place: int, stages: np.ndarray, busiest: float, left: list[int]) -> None:
+            if place == len(order):
+                cost = period(stages.tolist(), busiest, self._ahead)
+                if cost < self._cost:
+                    self._cost = cost
+                    self._best = self._plan(sets, plan)
+                return
+            for kind, count, costs, busy in choices[order[place]]:
+                if count > left[kind] or sum(left) - count < least[place + 1]:
+                    continue
+                joined = np.maximum(costs, stages)
+                all_stages = np.maximum(joined, after[place + 1])
+                most_busy = np.maximum(np.maximum(busy, busiest), busy_after[place + 1])
+                bounds = np.maximum(all_stages.sum(axis=1) / (self._ahead + 1), most_busy)
+                for number in np.argsort(bounds, kind="stable"):
+                    if bounds[number] >= self._cost:
+                        break
+                    left[kind] -= count
+                    plan.append((order[place], kind, count, int(number)))
+                    extend(place + 1, joined[number], max(busiest, float(busy[number])), left)
+                    plan.pop()
+                    left[kind] += count
+
+        extend(0, np.zeros_like(floors[0]), 0.0, list(self._counts))
+
+    @staticmethod
+    def _busy_floor(candidates: Sequence[tuple[int, int, np.ndarray, np.ndarray]]) -> float:
+        return min(float(busy.min()) for _, _, _, busy in candidates)
+
+    @staticmethod
+    def _least_devices(choices: Sequence[Sequence[tuple[int, int, np.ndarray, np.ndarray]]]) -> list[int]:
+        """Returns the fewest devices that the sets from each place on need."""
+        least = [0]
+        for candidates in reversed(choices):
+            least.append(least[-1] + min(count for _, count, _, _ in candidates))
+        return least[::-1]
+
+    def _key(self, models: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sorted(self._kinds[model] for model in models))
+
+    def _candidates(
+        self, key: tuple[int, ...], pool_counts: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+        """Yields (kind, count, seconds by stage, seconds in all) of the pools that a set fits into, larger ones first;
+        of those only the ones that have combinations no smaller pool has."""
+        for kind, counts in enumerate(pool_counts):
+            found = []
+            last: np.ndarray | None = None
+            for count in counts:
+                times = self._fit(key, kind, count).costs
+                if len(times) and (last is None or last.shape != times.shape or (last != times).any()):
+                    found.append((kind, count, times, times.sum(axis=1)))
+                    last = times
+            yield from reversed(found)
+
+    def _fit(self, key: tuple[int, ...], kind: int, count: int) -> Front:
+        """Returns the combinations of a set that fit into a device, by seconds of the stages alone."""
+        place = key, kind, count
+        if place not in self._fitting:
+            front = self._combine(key, kind, count)
+            fits = front.costs[:, -2] + front.costs[:, -1] <= self._capacities[kind]
+            rows = np.flatnonzero(fits)
+            times = front.costs[rows, :-2]
+            kept = not_dominated_rows(times)
+            self._fitting[place] = Front(times[kept], tuple(front.choices[i] for i in rows[kept]))
+        return self._fitting[place]
+
+    def _combine(self, key: tuple[int, ...], kind: int, count: int) -> Front:
+        """Returns the combinations of layouts of a set."""
+        place = key, kind, count
+        if place not in self._combined:
+            *others, last = key
+            options = self._options(last, kind, count)
+            width = len(options[0].times) + 2 if options else 2
+            own = np.array([(*each.times, each.idle, each.extra) for each in options]).reshape(-1, width)
+            if not others:
+                self._combined[place] = Front(own, tuple((each,) for each in options))
+            else:
+                self._combined[place] = self._joined(
+                    self._combine(tuple(others), kind, count), own, options, kind
+                )
+        return self._combined[place]
+
+    def _joined(self, front: Front, own: np.ndarray, options: Sequence[Option], kind: int) -> Front:
+        """Returns the combinations of a front with the layouts of one more model."""
+        if not len(own) or not len(front.choices):
+            return Front(np.zeros((0, 2)), ())
+        costs = front.costs[:, None, :] + own[None, :, :]
+        costs[:, :, -1] = np.maximum(front.costs[:, None, -1], own[None, :, -1])
+        flat = costs.reshape(-1, own.shape[1])
+        # A step takes at least as long as any pool computes.
+        is_fast = flat[:, :-2].sum(axis=1) < self._cost
+        fits = np.flatnonzero((flat[:, -2] + flat[:, -1] <= self._capacities[kind]) & is_fast)
+        kept = fits[not_dominated_rows(flat[fits])]
+        return Front(
+            flat[kept],
+            tuple((*front.choices[i // len(own)], options[i % len(own)]) for i in kept.tolist()),
+        )
+
+    def _plan(self, sets: list[tuple[int, ...]], chosen: Sequence[tuple[int, int, int, int]]) -> MappedPlan:
+        pools = []
+        for place, kind, count, number in chosen:
+            models = sorted(sets[place], key=lambda model: self._kinds[model])
+            front = self._fit(self._key(sets[place]), kind, count)
+            by_model = sorted(zip(models, front.choices[number], strict=True), key=lambda pair: pair[0])
+            pools.append(
+                Pool(tuple(m for m, _ in by_model), kind, count, tuple(option for _, option in by_model))
+            )
+        return MappedPlan(tuple(sorted(pools, key=lambda pool: pool.models)), self._ahead)

@@ -1,0 +1,236 @@
+"""Three simulators of a model on the ranks of a mesh, after HybridFlow (section 6, appendix C): training and inference,
+bound by computation, and generation, bound by memory. And the transition between the meshes of training and generation.
+
+Seconds of one step. Every term is counted from the model, the mesh and the table of devices; none is fitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from controller.mapping.devices import DeviceGroup
+from controller.mapping.work import (
+    KERNELS_PER_LAYER,
+    cache_numbers,
+    decoded_weights,
+    forward_flops,
+    row_means,
+)
+from controller.mapping.workload import Workload
+from settings.memory.use import FLOAT32, ModelUse
+
+OPTIMIZER_BYTES = 28
+"""Bytes that AdamW reads and writes per parameter: weight, gradient and both moments are read, all but the gradient
+written, in float32."""
+SNAPSHOT_BYTES = 12
+"""Bytes per parameter of the copy of weights and moments in float32."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """The devices of a pool.
+
+    Attributes:
+        group: Devices of its kind.
+        alignment: See `DeviceGroup.alignment`.
+    """
+
+    group: DeviceGroup
+    alignment: int
+
+    def all_reduce(self, nbytes: float, parts: int, span: int, beside: int = 1) -> float:
+        """Returns the seconds of a ring all-reduce of `nbytes` over `parts` ranks, out of `span` consecutive ones; see
+        `DeviceGroup.link` on `beside`."""
+        return 2 * self.all_gather(nbytes, parts, span, beside) - self._start(parts)
+
+    def all_gather(self, nbytes: float, parts: int, span: int, beside: int = 1) -> float:
+        """Returns the seconds of a ring all-gather, or reduce-scatter, of `nbytes` in all."""
+        if parts == 1:
+            return 0.0
+        bandwidth, latency = self.group.link(span, beside, self.alignment)
+        return self._start(parts) + (parts - 1) * (latency + nbytes / parts / bandwidth)
+
+    def send(self, nbytes: float, span: int, beside: int = 1) -> float:
+        """Returns the seconds to send `nbytes` to a rank at most `span` away."""
+        bandwidth, latency = self.group.link(span, beside, self.alignment)
+        return latency + nbytes / bandwidth
+
+    def _start(self, parts: int) -> float:
+        return self.group.table.collective_us * 1e-6 if parts > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class MicroBatchTimes:
+    """Seconds of one micro-batch on a pipeline stage, forward.
+
+    Attributes:
+        compute: Matrix products.
+        tensor: All-reduces over the tensor-parallel ranks.
+        gather: All-gather of sharded weights, beside computation.
+        hand_over: Sending hidden states to the next stage.
+    """
+
+    compute: float
+    tensor: float
+    gather: float
+    hand_over: float
+
+    @property
+    def forward(self) -> float:
+        """Seconds of a forward pass."""
+        return max(self.compute, self.gather) + self.tensor + self.hand_over
+
+    def backward(self, *, recomputes: bool, reduce_s: float) -> float:
+        """Returns the seconds of a backward pass: twice the products, with the forward pass again where activations are
+        recomputed; gradients of sharded weights are reduced beside it, in `reduce_s`."""
+        times = 3 if recomputes else 2
+        tensor = (2 if recomputes else 1) * self.tensor
+        return max(times * self.compute, self.gather + reduce_s) + tensor + self.hand_over
+
+
+def is_sharded_over_data(use: ModelUse) -> bool:
+    """Returns whether data ranks share the weights."""
+    return use.mesh[2] > 1 and (use.shards_over_data or use.engine in ("fsdp", "zero"))
+
+
+def micro_batch(use: ModelUse, site: Site, rows: float, workload: Workload) -> MicroBatchTimes:
+    """Returns the seconds of a micro-batch of `rows` rows on one pipeline stage of a model."""
+    pipeline, tensor, data = use.mesh
+    means, shape, group = row_means(workload), use.shape, site.group
+    flops = forward_flops(shape, rows * means.tokens, rows * means.pairs, rows * means.scored)
+    weights = shape.num_parameters * use.itemsize / (pipeline * tensor)
+    compute = max(flops / (pipeline * tensor) / group.flops(use.dtype), weights / group.bandwidth)
+    hidden = rows * means.tokens * shape.hidden * use.itemsize
+    reduces = 2 * shape.layers / pipeline * site.all_reduce(hidden, tensor, tensor)
+    gather = 0.0
+    if is_sharded_over_data(use):
+        gather = site.all_gather(weights, data, use.ranks, pipeline * tensor)
+    hand_over = site.send(hidden, pipeline * tensor, tensor) if pipeline > 1 else 0.0
+    return MicroBatchTimes(compute, reduces, gather, hand_over)
+
+
+def inference_s(use: ModelUse, site: Site, rows: int, workload: Workload) -> float:
+    """Returns the seconds of a forward pass over the rows of a step, in micro-batches."""
+    each, count = _cut(use, rows, workload)
+    return (count + use.mesh[0] - 1) * micro_batch(use, site, each, workload).forward
+
+
+def training_s(use: ModelUse, site: Site, rows: int, workload: Workload, *, is_critic: bool = False) -> float:
+    """Returns the seconds of an update: all epochs and mini-batches with their pipelines' bubbles, reductions of
+    gradients, optimizer steps, and the snapshot before them."""
+    pipeline, tensor, data = use.mesh
+    steps = workload.mini_batches * (workload.critic_epochs if is_critic else workload.epochs)
+    each, count = _cut(use, -(-rows // workload.mini_batches), workload)
+    batch = micro_batch(use, site, each, workload)
+    trained = _trained(use)
+    gradients = FLOAT32 * trained / (pipeline * tensor)
+    span, beside = use.ranks, pipeline * tensor
+    is_sharded = is_sharded_over_data(use)
+    reduce_s = site.all_gather(gradients, data, span, beside) if is_sharded else 0.0
+    backward = batch.backward(recomputes=use.activation_checkpointing, reduce_s=reduce_s)
+    passes = (count + pipeline - 1) * (batch.forward + backward)
+    replicas = 0.0 if is_sharded else site.all_reduce(gradients, data, span, beside)
+    kept = trained / (pipeline * tensor) / (data if is_sharded else 1)
+    optimizer = OPTIMIZER_BYTES * kept / site.group.bandwidth
+    snapshot = SNAPSHOT_BYTES * kept / (site.group.table.host_gb * 1e9)
+    return steps * (passes + replicas + optimizer) + (snapshot if workload.snapshots and steps > 1 else 0.0)
+
+
+def _cut(use: ModelUse, rows: int, workload: Workload) -> tuple[float, int]:
+    """Returns the mean rows of a micro-batch, and the number of micro-batches of a data rank, of `rows` rows over all
+    data ranks."""
+    per_rank = -(-rows // use.mesh[2])
+    means = row_means(workload)
+    # Micro-batches are filled by tokens where rows are packed, and padded to the longest otherwise.
+    tokens = means.tokens if use.packs else workload.prompts.longest + workload.responses.longest
+    most = max(1, min(int(use.micro_batch_tokens // tokens), per_rank))
+    count = -(-per_rank // most)
+    return per_rank / count, count
+
+
+def _trained(use: ModelUse) -> int:
+    """Returns the parameters that are trained."""
+    if use.adapters is None:
+        return use.shape.num_parameters
+    per_layer = sum(sum(weight.shape) for weight in use.shape.layer if len(weight.shape) == 2)
+    return use.adapters.rank * use.shape.layers * per_layer
+
+
+def generation_s(use: ModelUse, site: Site, rows: int, workload: Workload, *, together: int) -> float:
+    """Returns the seconds in which an actor generates the responses of a step.
+
+    Args:
+        use: Use of the model.
+        site: Devices.
+        rows: Rows over all ranks.
+        workload: LengthShares of prompts and responses.
+        together: Most rows that a generation replica has in its KV cache; it generates the others after these.
+    """
+    rollout = use.rollout
+    assert rollout is not None, "only actors generate"
+    replicas = use.ranks // (rollout.pipeline * rollout.tensor)
+    per_replica = -(-rows // replicas)
+    full, rest = divmod(per_replica, together)
+    total = full * _wave_s(use, site, together, workload)
+    return total + (_wave_s(use, site, rest, workload) if rest else 0.0)
+
+
+def _wave_s(use: ModelUse, site: Site, rows: int, workload: Workload) -> float:
+    """Returns the seconds in which a replica generates rows that fit into its KV cache: a pass over the prompts, and
+    decoding steps, each of which reads the weights, and the cache of the rows that go on."""
+    rollout = use.rollout
+    assert rollout is not None, "only actors generate"
+    parts = rollout.pipeline * rollout.tensor
+    shape, group, prompt = use.shape, site.group, workload.prompts.mean
+    rate = group.flops(use.dtype)
+    pairs = sum(share * tokens * (tokens + 1) / 2 for tokens, share in workload.prompts.shares)
+    prefill = forward_flops(shape, rows * prompt, rows * pairs, rows) / rollout.tensor / rate
+    prefill += _layers_s(use, site, rows * prompt)
+    weights = decoded_weights(shape) * use.itemsize / parts
+    per_position = cache_numbers(shape) * use.itemsize / parts
+    flops = 2 * decoded_weights(shape) / parts
+    total = prefill
+    for first, last, share in workload.responses.segments():
+        live = rows * share
+        # Expected steps in which at least one row goes on.
+        steps = (last - first) * (1 - (1 - share) ** rows if share < 1 else 1)
+        position = prompt + (first + last - 1) / 2
+        memory = (weights + live * per_position * position) / group.bandwidth
+        compute = live * flops / rate
+        total += steps * (rollout.pipeline * max(memory, compute) + _layers_s(use, site, live))
+    return total
+
+
+def _layers_s(use: ModelUse, site: Site, tokens: float) -> float:
+    """Returns the seconds that a pass over all layers takes beside computing: all-reduces, sending between stages, and
+    starting kernels."""
+    rollout = use.rollout
+    assert rollout is not None, "only actors generate"
+    hidden = tokens * use.shape.hidden * use.itemsize
+    reduces = 2 * use.shape.layers * site.all_reduce(hidden, rollout.tensor, use.mesh[1])
+    sends = (rollout.pipeline - 1) * site.send(hidden, use.mesh[0] * use.mesh[1], rollout.tensor)
+    launches = KERNELS_PER_LAYER * use.shape.layers * site.group.table.launch_us * 1e-6
+    return reduces + sends + launches
+
+
+def transition_s(use: ModelUse, site: Site) -> float:
+    """Returns the seconds of the gathering of generation weights: each rank receives what its generation shard has
+    beyond its training shard (HybridFlow, table 2)."""
+    rollout = use.rollout
+    assert rollout is not None, "only actors generate"
+    pipeline, tensor, data = use.mesh
+    model = use.shape.num_parameters * use.itemsize
+    held = 1 / (pipeline * tensor * (data if is_sharded_over_data(use) else 1))
+    wanted = 1.0 if rollout.gathers_all or use.engine != "3d" else 1 / (rollout.pipeline * rollout.tensor)
+    if wanted <= held:
+        return 0.0
+    span = use.ranks if is_sharded_over_data(use) else pipeline * tensor
+    return site.send((wanted - held) * model, span, site.group.per_machine)
+
+
+def rows_together(use: ModelUse, rows: int, waves: int) -> int:
+    """Returns the rows that a generation replica has in its KV cache where it generates its share in `waves` waves."""
+    rollout = use.rollout
+    assert rollout is not None, "only actors generate"
+    per_replica = -(-rows // (use.ranks // (rollout.pipeline * rollout.tensor)))
+    return -(-per_replica // waves)

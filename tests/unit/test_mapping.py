@@ -1,0 +1,347 @@
+"""Mapping: dataflows recorded from algorithms' texts, costs, memory, and configs that launcher and controller take."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import tomli_w
+from click.testing import CliRunner, Result
+
+from controller.algorithms import find_algorithm
+from controller.config.config import load
+from controller.mapping import devices as device_tables
+from controller.mapping.cli import main
+from controller.mapping.dataflow import Dataflow
+from controller.mapping.devices import built_in_devices, device_group, read_devices
+from controller.mapping.layouts import layouts
+from controller.mapping.mapper import find_plan, predicted_bytes
+from controller.mapping.problem import Problem, paper_workload, ppo_problem
+from controller.mapping.record import record_dataflow
+from controller.mapping.simulate import Site, generation_s, inference_s, training_s, transition_s
+from controller.mapping.workload import LengthShares, Workload
+from controller.training.algorithm import Algorithm
+from controller.training.run import Run
+from deploy.memory import predict_memory
+from rlhf.errors import ConfigError
+from settings.memory.predict import predict
+from settings.memory.shape import LLAMA_SHAPES, ModelShape
+
+QUICKSTARTS = Path(__file__).parents[2] / "deploy/quickstart"
+LLAMA_7B = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 4096,
+}
+SERVICES = ("actor", "critic", "reference", "reward")
+
+
+def dataflow(name: str, *settings: str) -> Dataflow:
+    algorithm = find_algorithm(name)
+    config = load(QUICKSTARTS / f"{algorithm.quickstart}.toml", settings)
+    return record_dataflow(algorithm, algorithm.configure(config))
+
+
+def called(flow: Dataflow) -> list[str]:
+    return [f"{call.service}.{call.method}" for call in flow.calls]
+
+
+def test_ppo_is_recorded_from_its_text() -> None:
+    flow = dataflow("ppo")
+    assert called(flow) == [
+        "actor.generate_sequences",
+        "actor.compute_log_prob",
+        "critic.compute_values",
+        "reference.compute_ref_log_prob",
+        "reward.compute_reward",
+        "critic.update_critic",
+        "actor.update_actor",
+    ]
+    assert [call.stage for call in flow.calls] == [0, 1, 1, 1, 1, 2, 2]
+    assert [call.after for call in flow.calls[:5]] == [(), (0,), (0,), (0,), (0,)]
+    assert all(set(call.after) >= {1, 2, 3, 4} for call in flow.calls[5:])
+    assert flow.calls[2].reads == ("prompt_ids", "response_ids")
+    assert flow.calls[1].reads == ()
+
+
+def test_remax_generates_twice_and_has_no_critic() -> None:
+    flow = dataflow("remax", "rollout.samples_per_prompt=4")
+    generations = [call for call in flow.calls if call.kind == "generation"]
+    assert [call.rows for call in generations] == [2048, 512]
+    assert not any("critic" in call.service for call in flow.calls)
+
+
+def test_safe_rlhf_has_two_critics_and_a_cost() -> None:
+    flow = dataflow("safe_rlhf")
+    assert {call.service for call in flow.calls} == {
+        "actor", "critic", "cost_critic", "reference", "reward", "cost"
+    }  # fmt: skip
+    assert called(flow)[-3:] == ["critic.update_critic", "cost_critic.update_critic", "actor.update_actor"]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "rloo", "reinforce_pp", "sft", "reward_model"])
+def test_other_algorithms_are_recorded(name: str) -> None:
+    assert dataflow(name).calls[-1].kind == "training"
+
+
+def test_a_plug_in_is_recorded_as_it_is() -> None:
+    def mine(run: Run) -> None:
+        actor, critic = run.actor(), run.critic()
+        for step in run.steps():
+            batch = step.prompts | actor.generate_sequences(step.prompts)
+            batch |= critic.compute_values(batch)
+            batch |= critic.compute_values(batch).rename(values="again")
+            run.fetch(batch, "values")
+            step.finish(batch)
+
+    algorithm = Algorithm(mine)
+    config = algorithm.configure(load(QUICKSTARTS / "quickstart.toml"))
+    assert called(record_dataflow(algorithm, config)) == [
+        "actor.generate_sequences",
+        "critic.compute_values",
+        "critic.compute_values",
+    ]
+
+
+def test_an_algorithm_that_fails_is_told() -> None:
+    def wrong(run: Run) -> None:
+        for step in run.steps():
+            run.critic().compute_values(step.prompts)
+
+    algorithm = Algorithm(wrong)
+    with pytest.raises(
+        ConfigError, match=r"algorithm wrong: a step with made-up columns failed: .*needs columns"
+    ):
+        record_dataflow(algorithm, algorithm.configure(load(QUICKSTARTS / "quickstart.toml")))
+
+
+def test_every_constant_has_a_source() -> None:
+    text = Path(device_tables.__file__).with_name("devices.toml").read_text()
+    constants = [line for line in text.splitlines() if re.match(r"\w+ = ", line)]
+    assert len(constants) > 40
+    assert [line for line in constants if "#" not in line] == []
+
+
+def test_a_table_of_the_user_adds_and_replaces_devices(tmp_path: Path) -> None:
+    table = built_in_devices()["H100"].model_dump()
+    path = tmp_path / "devices.toml"
+    path.write_text(tomli_w.dumps({"B200": {**table, "memory_gb": 180.0}}))
+    assert device_group("B200:4", more=read_devices(path)).capacity == 180 * 10**9
+    path.write_text(tomli_w.dumps({"B200": {**table, "efficiency": 2.0}}))
+    with pytest.raises(ConfigError, match="efficiency"):
+        read_devices(path)
+
+
+@pytest.mark.parametrize("text", ["A100:8", "H100", "H100:0", "H100:x"])
+def test_unknown_devices_are_refused_with_the_known(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"A100-80GB|no number of devices"):
+        device_group(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-4", "a", "5:0", "5:x", ""])
+def test_wrong_lengths_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="TOKENS:WEIGHT"):
+        LengthShares.parse(text)
+
+
+def test_lengths_are_a_distribution() -> None:
+    lengths = LengthShares.parse("10:3,30:1")
+    assert (lengths.mean, lengths.longest) == (15, 30)
+    assert list(lengths.segments()) == [(0, 10, 1.0), (10, 30, 0.25)]
+
+
+def paper(size: str, count: int, ahead: int = 0) -> Problem:
+    shapes: dict[str, ModelShape] = dict.fromkeys(SERVICES, LLAMA_SHAPES[size])
+    return ppo_problem(shapes, device_group(f"A100-80GB:{count}"), paper_workload(), ahead)
+
+
+@pytest.mark.parametrize(("size", "count"), [("7B", 2), ("70B", 16)])
+def test_the_tables_have_the_memory_that_the_predictor_predicts(size: str, count: int) -> None:
+    problem = paper(size, count)
+    group = problem.devices[0]
+    checked = 0
+    for model in problem.models:
+        for option in list(layouts(model, Site(group, 8), count, problem.workload))[::7]:
+            found = predict(option.use, model.rows(problem.workload))
+            assert option.idle == found["idle"].device_bytes
+            assert option.idle + option.extra == max(each.device_bytes for each in found.values())
+            checked += 1
+    assert checked > 4
+
+
+def test_a_plan_fits_by_the_predictor_alone() -> None:
+    problem = paper("7B", 8)
+    plan = find_plan(problem)
+    assert plan is not None
+    assert max(predicted_bytes(problem, plan)) <= 80 * 10**9
+    assert predicted_bytes(problem, plan) == [pool.nbytes for pool in plan.pools]
+
+
+def test_steps_ahead_never_cost_more_and_are_bound_by_the_busiest_pool() -> None:
+    plans = [find_plan(paper("7B", 8, ahead)) for ahead in (0, 1)]
+    none, one = (plan for plan in plans if plan)
+    assert max(sum(pool.times) for pool in one.pools) <= one.cost <= none.cost
+
+
+def test_costs_grow_with_work_and_shrink_with_devices() -> None:
+    problem = paper("7B", 8)
+    site, work = Site(problem.devices[0], 8), problem.workload
+    options = {option.use.mesh: option.use for option in layouts(problem.models[0], site, 8, work)}
+    one = next(use for mesh, use in options.items() if mesh == (1, 4, 2))
+    assert inference_s(one, site, 1024, work) < training_s(one, site, 1024, work)
+    assert inference_s(one, site, 512, work) < inference_s(one, site, 1024, work)
+    longer = Workload(1024, LengthShares.of(1024), LengthShares.of(2048), mini_batches=8, snapshots=False)
+    short = Workload(1024, LengthShares.of(1024), LengthShares.of(128, 1024), mini_batches=8, snapshots=False)
+    seconds = [generation_s(one, site, 1024, each, together=64) for each in (short, work, longer)]
+    assert seconds == sorted(seconds)
+    assert generation_s(one, site, 1024, work, together=256) < seconds[1]
+    assert transition_s(one, site) > 0
+
+
+SMALL = {
+    **LLAMA_7B,
+    "hidden_size": 2048,
+    "intermediate_size": 5504,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    services = {
+        name: {
+            "role": name,
+            "address": f"127.0.0.1:{7101 + number}",
+            "model": str(tmp_path),
+            "dtype": "bfloat16",
+            **({"kind": "model"} if name == "reward" else {}),
+        }
+        for number, name in enumerate(SERVICES)
+    }
+    tables = {
+        "data": {
+            "train": "a.jsonl",
+            "heldout": "b.jsonl",
+            "prompts_per_step": 1024,
+            "max_prompt_tokens": 1024,
+        },
+        "rollout": {"max_response_tokens": 1024},
+        "algorithm": {"mini_batch_size": 128},
+        "services": services,
+    }
+    path = tmp_path / "config.toml"
+    path.write_text(tomli_w.dumps(tables))
+    return path
+
+
+def rlhf_map(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("rollout", ["hf", "vllm"])
+def test_a_plan_is_a_config_that_fits_and_is_the_fastest(config_file: Path, rollout: str) -> None:
+    """The config that is written is valid, fits by `rlhf-deploy check`, and `explain` finds none that is faster."""
+    planned, picture = config_file.with_name("plan.toml"), config_file.with_name("plan.html")
+    engine = ("--set", f"services.actor.rollout_engine={rollout}")
+    found = rlhf_map(
+        "find", config_file, "--devices", "A100-80GB:8", *engine, "-o", planned, "--timeline", picture
+    )
+    assert found.exit_code == 0, found.output
+    config = load(planned)
+    assert sum(len(devices) for devices in config.pools.values()) <= 8
+    assert predict_memory(config, list(config.services), 80 * 10**9).misfits == []
+    assert find_algorithm("ppo").configure(config)
+    assert "<svg" in picture.read_text()
+    explained = rlhf_map("explain", planned, "--devices", "A100-80GB:8")
+    assert explained.exit_code == 0, explained.output
+    assert "1.00 times as long" in explained.output
+
+
+def test_explain_says_what_a_worse_plan_loses(config_file: Path) -> None:
+    (config_file.parent / "config.json").write_text(json.dumps(LLAMA_7B))
+    keys = (
+        "ranks=8",
+        "engine='3d'",
+        "mesh='1-8-1'",
+        "activation_checkpointing=true",
+        "rollout_tokens=131072",
+    )
+    settings = [part for key in keys for part in ("--set", f"services.actor.{key}")]
+    ran = rlhf_map("explain", config_file, "--devices", "A100-80GB:16", *settings)
+    assert ran.exit_code == 1
+    assert re.search(r"critic needs .* GB on a device of 80.00 GB, .* GB too much", ran.output)
+    assert re.search(r"critic: .* longer as fsdp on 1 devices than as ", ran.output)
+
+
+def test_where_nothing_fits_the_least_devices_are_told(config_file: Path) -> None:
+    (config_file.parent / "config.json").write_text(json.dumps(LLAMA_7B))
+    ran = rlhf_map("find", config_file, "--devices", "A100-80GB:1")
+    assert ran.exit_code == 1
+    assert "actor needs at least " in ran.stderr
+    least = re.search(r"at least (\d+) A100-80GB have a plan", ran.stderr)
+    assert least is not None
+    assert rlhf_map("find", config_file, "--devices", f"A100-80GB:{least[1]}").exit_code == 0
+    assert rlhf_map("find", config_file, "--devices", f"A100-80GB:{int(least[1]) - 1}").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--devices", "V100:8"), "no kind 'V100'"),
+        (("--devices", "H100:8", "--devices", "H100:4"), "give each kind once"),
+        (("--devices", "H100:8", "--prompts", "2000"), "--prompts: 2000 tokens are more than"),
+        (("--devices", "H100:8", "--set", "data.max_prompt_tokens=0"), "data.max_prompt_tokens: set it"),
+        (("--devices", "H100:8", "--algo", "none"), "none"),
+    ],
+)
+def test_wrong_input_is_refused_in_a_line(config_file: Path, arguments: tuple[str, ...], text: str) -> None:
+    ran = rlhf_map("find", config_file, *arguments)
+    assert ran.exit_code == 2
+    assert ran.stderr.count("\n") == 1
+    assert text in ran.stderr
+
+
+def test_rewards_that_are_functions_take_no_devices(config_file: Path) -> None:
+    function = "services.reward={role='reward',address='127.0.0.1:7104'}"
+    ran = rlhf_map("find", config_file, "--devices", "A100-80GB:8", "--set", function)
+    assert ran.exit_code == 0, ran.output
+    assert "reward is not placed: kind function" in ran.output
+
+
+def test_two_kinds_of_devices_are_both_used(config_file: Path) -> None:
+    planned = config_file.with_name("plan.toml")
+    ran = rlhf_map(
+        "find", config_file, "--devices", "H100:8", "--devices", "L40S:8", "--ahead", "1", "-o", planned
+    )
+    assert ran.exit_code == 0, ran.output
+    kinds = {device.split("/")[0] for devices in load(planned).pools.values() for device in devices}
+    assert "H100" in kinds
+
+
+def test_the_quickstart_is_mapped_to_two_cores(tmp_path: Path) -> None:
+    tiny = {**LLAMA_7B, "vocab_size": 20, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**tiny, "num_attention_heads": 4}))
+    settings = [
+        part
+        for name in ("actor", "critic", "reference")
+        for part in ("--set", f"services.{name}.model='{tmp_path}'")
+    ]
+    planned = tmp_path / "plan.toml"
+    ran = rlhf_map(
+        *("find", QUICKSTARTS / "quickstart.toml", "--devices", "CPU:2", "--prompts", "8"),
+        *settings,
+        "-o",
+        planned,
+    )
+    assert ran.exit_code == 0, ran.output
+    config = load(planned)
+    assert {device for devices in config.pools.values() for device in devices} <= {"CPU/0/0", "CPU/0/1"}
+    assert "pool" not in planned.read_text().split("[services.reward]")[1].split("[")[0]

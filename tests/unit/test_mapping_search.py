@@ -1,0 +1,127 @@
+"""The search is exact: it equals a naive enumeration of all plans."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from controller.mapping.layouts import Option
+from controller.mapping.pareto import not_dominated_rows
+from controller.mapping.search import MappedPlan, Search, partitions
+from settings.memory.shape import ModelShape
+from settings.memory.use import ModelUse
+
+USE = ModelUse(ModelShape("llama", 64, 8, 16, 2, 2, 2, 4))
+Options = Callable[[int, int, int], Sequence[Option]]
+
+
+def all_assignments(number: int) -> Iterator[tuple[int, ...]]:
+    """Every function from models to labels; equal partitions occur several times, which is no matter to a minimum."""
+    return itertools.product(range(number), repeat=number)
+
+
+def cheapest_by_enumeration(
+    kinds: Sequence[int], counts: Sequence[int], capacities: Sequence[int], options: Options, ahead: int
+) -> float:
+    """Cost of the best plan: all labels of models, all devices for each label, all layouts of each model."""
+    best = math.inf
+    for labels in set(all_assignments(len(kinds))):
+        used = sorted(set(labels))
+        places = [(kind, count) for kind, most in enumerate(counts) for count in range(1, most + 1)]
+        for chosen in itertools.product(places, repeat=len(used)):
+            taken = [sum(count for kind, count in chosen if kind == each) for each in range(len(counts))]
+            if any(a > b for a, b in zip(taken, counts, strict=True)):
+                continue
+            where = dict(zip(used, chosen, strict=True))
+            layouts = [options(kind, *where[label]) for kind, label in zip(kinds, labels, strict=True)]
+            for picked in itertools.product(*layouts):
+                best = min(best, cost_of(labels, where, picked, capacities, ahead))
+    return best
+
+
+def cost_of(labels, where, picked, capacities, ahead) -> float:
+    slowest, busiest = [0.0, 0.0, 0.0], 0.0
+    for label, (kind, _) in where.items():
+        mine = [option for option, each in zip(picked, labels, strict=True) if each == label]
+        needed = sum(option.idle for option in mine) + max(option.extra for option in mine)
+        if needed > capacities[kind]:
+            return math.inf
+        times = [sum(option.times[stage] for option in mine) for stage in range(3)]
+        slowest = [max(a, b) for a, b in zip(slowest, times, strict=True)]
+        busiest = max(busiest, sum(times))
+    return max(busiest, sum(slowest) / (ahead + 1))
+
+
+def random_instance(seed: int) -> tuple[list[int], list[int], list[int], Options, int]:
+    draw = random.Random(seed)
+    models = draw.choice([1, 2, 2, 3, 3, 3])
+    kinds = [draw.randrange(models) for _ in range(models)]
+    counts = draw.choice([[1], [2], [3], [1, 1], [1, 2]] if models > 2 else [[4], [3, 2], [2, 2]])
+    capacities = [draw.randint(15, 45) for _ in counts]
+    table: dict[tuple[int, int, int], list[Option]] = {}
+
+    def options(kind: int, devices: int, count: int) -> list[Option]:
+        """Layouts of at most `count` ranks."""
+        found = []
+        for ranks in range(1, count + 1):
+            key = kind, devices, ranks
+            if key not in table:
+                own = random.Random(f"{seed} {key}")
+                table[key] = [random_option(own) for _ in range(own.randint(0, 2))]
+            found += table[key]
+        return found
+
+    return kinds, counts, capacities, options, draw.choice([0, 0, 1, 3])
+
+
+def random_option(draw: random.Random) -> Option:
+    times = tuple(float(draw.choice([0, 1, 2, 3, 5, 8])) for _ in range(3))
+    return Option(times, draw.randint(1, 12), draw.randint(1, 20), USE)
+
+
+def search(instance: tuple[list[int], list[int], list[int], Options, int]) -> MappedPlan | None:
+    kinds, counts, capacities, options, ahead = instance
+    return Search(kinds, counts, capacities, options, ahead).run([range(1, most + 1) for most in counts])
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_equals_brute_force(block: int) -> None:
+    """240 random instances of up to three models on up to two kinds of devices, with steps ahead and without."""
+    fitting = 0
+    for seed in range(40 * block, 40 * block + 40):
+        instance = random_instance(seed)
+        plan = search(instance)
+        assert (math.inf if plan is None else plan.cost) == cheapest_by_enumeration(*instance), seed
+        fitting += plan is not None
+    assert fitting > 10
+
+
+@pytest.mark.parametrize("seed", range(0, 240, 7))
+def test_a_plan_is_within_its_devices_and_their_memory(seed: int) -> None:
+    kinds, counts, capacities, options, _ = instance = random_instance(seed)
+    plan = search(instance)
+    if plan is None:
+        return
+    assert sorted(model for pool in plan.pools for model in pool.models) == list(range(len(kinds)))
+    for kind, most in enumerate(counts):
+        assert sum(pool.count for pool in plan.pools if pool.kind == kind) <= most
+    for pool in plan.pools:
+        assert pool.nbytes <= capacities[pool.kind]
+        for model, option in zip(pool.models, pool.options, strict=True):
+            assert option in options(kinds[model], pool.kind, pool.count)
+
+
+@pytest.mark.parametrize(("models", "number"), [(1, 1), (2, 2), (3, 5), (4, 15), (5, 52)])
+def test_there_are_as_many_partitions_as_bells_numbers(models: int, number: int) -> None:
+    found = {frozenset(each) for each in partitions(range(models))}
+    assert len(found) == len(list(partitions(range(models)))) == number
+
+
+def test_rows_that_are_dominated_are_left_out() -> None:
+    costs = np.array([[2.0, 2.0], [1.0, 3.0], [2.0, 2.0], [3.0, 3.0], [0.0, 9.0]])
+    assert sorted(map(tuple, costs[not_dominated_rows(costs)])) == [(0, 9), (1, 3), (2, 2)]
