@@ -21,7 +21,7 @@ from controller.mapping.output import pool_name
 from controller.mapping.problem import Problem, paper_workload, ppo_problem
 from controller.mapping.search import MappedPlan
 from controller.mapping.simulate import Site, transition_s
-from settings.memory.shape import LLAMA_SHAPES
+from settings.memory.shape import LLAMA_SHAPES, ModelShape
 
 SERVICES = ("actor", "critic", "reference", "reward")
 COUNTS = {
@@ -44,7 +44,7 @@ REPORTED = {
 
 def paper_problem(size: str, count: int) -> Problem:
     """Returns PPO with four models of a size on so many A100-80GB, 8 to a machine."""
-    shapes = dict.fromkeys(SERVICES, LLAMA_SHAPES[size])
+    shapes: dict[str, ModelShape] = dict.fromkeys(SERVICES, LLAMA_SHAPES[size])
     return ppo_problem(shapes, device_group(f"{DEVICE}:{count}"), paper_workload())
 
 

@@ -12,7 +12,7 @@ from controller.mapping.devices import device_group
 from controller.mapping.mapper import find_plan, predicted_bytes
 from controller.mapping.problem import Problem, paper_workload, ppo_problem
 from controller.mapping.search import MappedPlan
-from settings.memory.shape import LLAMA_SHAPES
+from settings.memory.shape import LLAMA_SHAPES, ModelShape
 
 
 @cache
@@ -111,7 +111,9 @@ def test_the_largest_searches_end_in_time() -> None:
         started = time.process_time()
         assert find_plan(paper_problem(size, 128))
         assert time.process_time() - started < 5
-    shapes = dict.fromkeys(("actor", "critic", "cost_critic", "reference", "reward"), LLAMA_SHAPES["70B"])
+    shapes: dict[str, ModelShape] = dict.fromkeys(
+        ("actor", "critic", "cost_critic", "reference", "reward"), LLAMA_SHAPES["70B"]
+    )
     problem = ppo_problem(shapes, device_group("A100-80GB:1024"), paper_workload())
     started = time.process_time()
     assert find_plan(problem)
