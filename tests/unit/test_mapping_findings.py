@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache
 
 import pytest
@@ -104,17 +103,11 @@ def test_the_transition_within_micro_dp_groups_moves_least(size: str, tensor: in
     assert seconds["hybridflow"] <= seconds["hybridflow_v"] <= seconds["gather_all"]
 
 
-@pytest.mark.slow
-def test_the_largest_searches_end_in_time() -> None:
-    """Seconds of CPU, of which two cores have 10 in 5 s: PPO on 128 devices, and five models on 1,024."""
+@pytest.mark.full
+def test_the_largest_searches_find_a_plan() -> None:
+    """PPO on 128 devices, and five models on 1,024; `python -m benchmarks.paper` prints how long the first take."""
     for size in ("7B", "70B"):
-        started = time.process_time()
         assert find_plan(paper_problem(size, 128))
-        assert time.process_time() - started < 5
-    shapes: dict[str, ModelShape] = dict.fromkeys(
-        ("actor", "critic", "cost_critic", "reference", "reward"), LLAMA_SHAPES["70B"]
-    )
-    problem = ppo_problem(shapes, device_group("A100-80GB:1024"), paper_workload())
-    started = time.process_time()
-    assert find_plan(problem)
-    assert time.process_time() - started < 60
+    models = ("actor", "critic", "cost_critic", "reference", "reward")
+    shapes: dict[str, ModelShape] = dict.fromkeys(models, LLAMA_SHAPES["70B"])
+    assert find_plan(ppo_problem(shapes, device_group("A100-80GB:1024"), paper_workload()))
