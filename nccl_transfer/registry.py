@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
-from nccl_transfer.transports.base import HOST_TO_HOST, Reader, Transport
+from nccl_transfer.transports.base import DEVICE_TO_DEVICE, HOST_TO_HOST, Reader, Transport
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 from nccl_transfer.transports.gpu.nccl import NcclTransport
 from nccl_transfer.transports.grpc_stream import GrpcTransport
@@ -100,16 +100,23 @@ def served_transports(wanted: Sequence[str] = ()) -> list[Transport]:
 
 
 def create_readers(wanted: Sequence[str] = ()) -> list[Reader]:
-    """Creates the readers of `find_transports(wanted)`, which read from host memory into host memory.
+    """Creates the readers of `find_transports(wanted)` that the fetcher uses: from host memory into host memory, or
+    from one GPU into another.
 
     Raises:
-        ConfigError: A named transport does not cover this way, or `find_transports` raised it.
+        ConfigError: A named transport covers neither way, or `find_transports` raised it.
     """
-    found = find_transports(wanted)
-    for transport in found if wanted else ():
-        if HOST_TO_HOST not in transport.routes:
-            raise ConfigError(f"transport {transport.name!r} has no route from host memory to host memory")
-    return [transport.reader() for transport in found if HOST_TO_HOST in transport.routes]
+    found, readers = find_transports(wanted), []
+    for transport in found:
+        if transport.routes & {HOST_TO_HOST, DEVICE_TO_DEVICE}:
+            reader = transport.reader()
+            reader.routes = transport.routes
+            readers.append(reader)
+        elif wanted:
+            raise ConfigError(
+                f"transport {transport.name!r} has no route from host memory to host memory, nor from GPU to GPU"
+            )
+    return readers
 
 
 def memory_reader() -> Reader:

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nccl_transfer.devices.cuda import Cuda, Event
 from nccl_transfer.transports.gpu.communicator import Communicator, CommunicatorError, Message, Nccl
-from nccl_transfer.transports.gpu.device import Cuda, Event
 from rlhf.errors import OutOfSpace
 
 JOIN_S = 10.0
@@ -59,8 +59,8 @@ class CountedCuda(Cuda):
     def copy_in(self, pointer: int, data: memoryview) -> None:
         self.cuda.copy_in(pointer, data)
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        self.cuda.copy(target, source, nbytes)
+    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
+        self.cuda.copy(target, source, nbytes, stream)
 
     def copy_out(self, data: memoryview, pointer: int) -> None:
         self.cuda.copy_out(data, pointer)

@@ -20,13 +20,14 @@ import grpc
 
 from contract.host_devices import HostCuda, HostNccl
 from contract.loopback import CountedCuda
+from nccl_transfer.devices.cuda import Event
+from nccl_transfer.devices.cupy_cuda import own_cuda
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.testing.peer import Peer, say, serve
 from nccl_transfer.transports.base import Handler, Transport
 from nccl_transfer.transports.gpu import cuda_ipc_source
 from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, own_nccl, why_no_nccl
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
-from nccl_transfer.transports.gpu.device import Event, own_cuda
 from nccl_transfer.transports.gpu.nccl import NcclTransport
 from nccl_transfer.transports.gpu.nccl_source import ADVERT, NcclSource
 from nccl_transfer.transports.grpc_stream import GrpcSource, GrpcTransport
