@@ -70,6 +70,7 @@ class DeviceReader:
     def __init__(self, device: DeviceShards, reach: Reach) -> None:
         self._device = device
         self._reach = reach
+        self._has_warned = False
 
     def read(
         self,
@@ -121,7 +122,7 @@ class DeviceReader:
                 memory = self._device.borrow(total)
                 reader.receive(source, ranges, memory, offsets, deadline)
             except OutOfSpace as error:
-                logging.warning("%s: %s; its rows go by the host", source, error)
+                self._warn(source, error)
                 break
             except NoRoute as error:
                 self._reach.give_up(reader, source, error)
@@ -129,6 +130,12 @@ class DeviceReader:
             count(reader.name, ranges, start)
             return {r: PinnedBytes(memory, o, r.nbytes) for r, o in zip(ranges, offsets, strict=True)}
         return {}
+
+    def _warn(self, source: Endpoint, error: OutOfSpace) -> None:
+        """Logs that an arena is full, once."""
+        if not self._has_warned:
+            logging.warning("%s: %s; such rows go by the host", source, error)
+        self._has_warned = True
 
     def add(
         self, rows: FetchedRows, stays: Batch, placed: Mapping[Endpoint, PlacedRanges], own: Endpoint | None

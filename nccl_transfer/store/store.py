@@ -35,13 +35,21 @@ class StoreStat:
         arena_bytes: Size of the arena.
         used_bytes: Bytes of all shards, their headers and padding included.
         peak_bytes: Maximum of `used_bytes` since the store was created.
-        shards: Number of shards.
+        shards: Number of shards, those on the GPU included.
+        device_arena_bytes: Size of the arena on the GPU; 0: there is none.
+        device_used_bytes: Bytes in use there.
+        spilled_bytes: Bytes that were put into host memory, since that arena was full.
+        host_copied_bytes: Bytes that were copied from there to host memory, for readers without a route to the GPU.
     """
 
     arena_bytes: int
     used_bytes: int
     peak_bytes: int
     shards: int
+    device_arena_bytes: int = 0
+    device_used_bytes: int = 0
+    spilled_bytes: int = 0
+    host_copied_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -222,7 +230,16 @@ class TensorStore(ColumnStore):
 
     def stat(self) -> StoreStat:
         with self._lock:
-            return StoreStat(self._arena.nbytes, self._used, self._peak, len(self._allocations))
+            stat = StoreStat(self._arena.nbytes, self._used, self._peak, len(self._allocations))
+        if self.device is None:
+            return stat
+        return replace(
+            stat,
+            device_arena_bytes=self.device.arena.nbytes,
+            device_used_bytes=self.device.arena.use()[0],
+            spilled_bytes=self.device.spilled_bytes,
+            host_copied_bytes=self.device.host_copied_bytes,
+        )
 
     def close(self) -> None:
         """Releases all shards and closes the arena. The kernel frees its memory with the last mapping of any
@@ -231,6 +248,8 @@ class TensorStore(ColumnStore):
             for allocation in list(self._allocations.values()):
                 self._release(allocation)
             self._arena.close()
+        if self.device is not None:
+            self.device.arena.close()
 
     def _allocate(self, nbytes: int, lease: Lease, space: Space = Space.HOST) -> _Allocation:
         assert self.endpoint is not None, "the store's endpoint must be set before anything is put into it"

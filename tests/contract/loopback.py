@@ -20,12 +20,14 @@ class CountedCuda(Cuda):
     Attributes:
         cuda: The GPU itself.
         used: Bytes that were allocated and not freed.
+        mallocs: Number of allocations so far.
     """
 
     def __init__(self, cuda: Cuda, capacity: int = 4 << 30) -> None:
         self.uuid = cuda.uuid
         self.capacity = capacity
         self.cuda = cuda
+        self.mallocs = 0
         self._sizes: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -38,6 +40,7 @@ class CountedCuda(Cuda):
         with self._lock:
             if sum(self._sizes.values()) + nbytes > self.capacity:
                 raise OutOfSpace(f"the GPU has no {nbytes} bytes left")
+            self.mallocs += 1
             pointer = self.cuda.malloc(nbytes)
             self._sizes[pointer] = nbytes
             return pointer
