@@ -102,6 +102,10 @@ class DeviceArray:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __getitem__(self, index: Any) -> Any:
+        """Returns `tensor()[index]`."""
+        return self.tensor()[index]
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self._item_bytes

@@ -71,7 +71,7 @@ class HostTensors(DeviceTensors):
     def tensor(self, memory: DeviceBytes, dtype: str, shape: Sequence[int]) -> HostTensor:
         mapped = (ctypes.c_uint8 * memory.nbytes).from_address(memory.pointer)
         mapped.memory = memory  # type: ignore[attr-defined]
-        return HostTensor(np.frombuffer(mapped, CARRIERS[dtype]).reshape(tuple(shape)), dtype)
+        return HostTensor(np.frombuffer(memoryview(mapped), CARRIERS[dtype]).reshape(tuple(shape)), dtype)
 
     def join(self, parts: Sequence[HostTensor]) -> HostTensor:
         arrays = [part.array for part in parts]

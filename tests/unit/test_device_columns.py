@@ -161,7 +161,7 @@ def test_sources_call_cuda_on_threads_of_their_own() -> None:
         )
         await anext(attached)
         for stream in (staging, arena, attached):
-            await stream.aclose()
+            await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue] - they are generators
         ipc.close()
         nccl.close()
 
