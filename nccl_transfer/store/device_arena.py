@@ -136,22 +136,26 @@ class DeviceArena:
             self._unpin(block, streams)
 
     def drop(self, block: Block, streams: Collection[int | None]) -> None:
-        """Ends a pin as `unpin` does, with the next call of another method. Takes no lock, so it may be called while
-        objects are garbage-collected."""
+        """Ends a pin as `unpin` does, with the next `allocate` or `settle`. Takes no lock and calls no CUDA, so it
+        may be called while objects are garbage-collected."""
         self._dropped.append((block, streams))
 
     def free(self, block: Block) -> None:
-        """Gives a block back. It is given out again once it has no pins. Idempotent."""
+        """Gives a block back. It is given out again once it has no pins. Calls no CUDA. Idempotent."""
         with self._lock:
-            self._settle()
             if not block.is_free:
                 block.is_free = True
                 self._reclaim(block)
 
-    def use(self) -> tuple[int, int]:
-        """Returns the bytes in use, freed blocks with pins included, and their maximum since the start."""
+    def settle(self) -> None:
+        """Ends the pins that were dropped."""
         with self._lock:
             self._settle()
+
+    def use(self) -> tuple[int, int]:
+        """Returns the bytes in use, freed blocks with pins included, and their maximum since the start. Calls no
+        CUDA."""
+        with self._lock:
             return self._used, self._peak
 
     def close(self) -> None:

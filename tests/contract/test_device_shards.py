@@ -73,6 +73,7 @@ class Rank:
 
     @property
     def used(self) -> int:
+        self.store.device.arena.settle()  # type: ignore[union-attr]
         return self.store.stat().device_used_bytes
 
     def close(self) -> None:

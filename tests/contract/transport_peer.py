@@ -284,6 +284,8 @@ class PausingPeer(Peer):
         return {"times": self.cuda.mallocs}
 
     def device_stat(self):
+        if self.store.device is not None:
+            self.store.device.arena.settle()
         stat = self.store.stat()
         return {
             "used": stat.device_used_bytes, "spilled": stat.spilled_bytes, "copied": stat.host_copied_bytes

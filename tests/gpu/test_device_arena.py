@@ -56,6 +56,7 @@ def test_a_column_is_read_in_place_with_its_bits(store, dtype):
     store.release("s")
     assert arena.use()[0] > 0
     del tensor, found, rows
+    arena.settle()
     assert arena.use()[0] == 0
     fetcher.close()
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fake_cupy
@@ -167,3 +168,26 @@ def test_sources_call_cuda_on_threads_of_their_own() -> None:
 
     asyncio.run(use())
     store.close()
+
+
+def test_a_release_and_stat_call_no_cuda() -> None:
+    bare = HostCuda("GPU-1")
+
+    def fill() -> TensorStore:
+        arena = DeviceArena(OffTheLoop(bare), 1 << 20)
+        store = TensorStore(1 << 20, device=(arena, HostTensors(bare)))
+        store.endpoint = Endpoint("127.0.0.1:7000")
+        assert store.device is not None
+        column = store.device.put_column(HostTensor(np.zeros(64, np.float32), "float32"), Lease("s", 1))
+        store.device.pin(column.shards[0].id, 0, 256).wait(7)  # dropped at once
+        return store
+
+    with ThreadPoolExecutor(1) as thread:
+        store = thread.submit(fill).result(20)
+        assert store.stat().device_used_bytes == 256
+        store.release("s")
+        assert store.stat().device_used_bytes == 256
+        assert store.device is not None
+        thread.submit(store.device.arena.settle).result(20)
+        assert store.stat().device_used_bytes == 0
+        thread.submit(store.close).result(20)

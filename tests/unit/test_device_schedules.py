@@ -227,6 +227,7 @@ class Schedule:
         while self.sends:
             self.end_send()
         self.world.drain()
+        self.arena.settle()
         assert self.arena.use()[0] == 0
         assert self.store.stat().used_bytes == 0
 
