@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 
 from nccl_transfer.refs.wire_ranks import mesh_to_proto
-from nccl_transfer.store.store import StoreStat, TensorStore
+from nccl_transfer.store.stat import StoreStat
+from nccl_transfer.store.store import TensorStore
 from rlhf.access import Access
 from rlhf.contract import Method
 from rlhf.errors import InvalidRequest, RlhfError, ServiceLost

@@ -20,15 +20,20 @@ from contract.loopback import CountedCuda
 from nccl_transfer import registry
 from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.devices.tensors import DeviceTensors
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
-from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Endpoint, Shard, Space
+from nccl_transfer.refs.wire import from_proto, to_proto
+from nccl_transfer.spill import spill_response
 from nccl_transfer.store.device_arena import DeviceArena
 from nccl_transfer.store.device_arrays import DeviceArray
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports.gpu.cuda_ipc_source import CudaIpcSource
 from nccl_transfer.transports.gpu.nccl_source import NcclSource
-from rlhf.v1 import common_pb2, cuda_ipc_pb2, nccl_pb2
+from rlhf.errors import InvalidRequest, Refused
+from rlhf.v1 import common_pb2, cuda_ipc_pb2, nccl_pb2, transfer_pb2
 from services.runtime.encoding import ResponseEncoder
 from services.runtime.fetches import fetch_rows
 from services.runtime.server import RankServer
@@ -191,3 +196,26 @@ def test_a_release_and_stat_call_no_cuda() -> None:
         thread.submit(store.device.arena.settle).result(20)
         assert store.stat().device_used_bytes == 0
         thread.submit(store.close).result(20)
+
+
+def test_the_space_of_a_shard_travels_and_an_unknown_one_is_refused() -> None:
+    shard = Shard(Endpoint("a:1"), 7, 64, 16, space=Space.DEVICE)
+    message = to_proto(Batch(4, {"x": RemoteColumn.of_shard("float32", (), 4, shard)}))
+    column = from_proto(message)["x"]
+    assert isinstance(column, RemoteColumn)
+    assert column.shards[0] == shard
+    message.shards[0].space = 5  # type: ignore[assignment]
+    with pytest.raises(InvalidRequest, match="shard 7 lies in memory of unknown kind 5"):
+        from_proto(message)
+
+
+def test_a_copy_on_the_host_of_rows_that_are_there_already_is_refused(made) -> None:
+    made.append(server := rank_of(Echo))
+    with pytest.raises(InvalidRequest, match="this rank has no arena on a GPU"):
+        asyncio.run(spill_response(server.store, transfer_pb2.SpillRequest(shards=[1]), 1.0))
+    made.append(server := rank_of(OnGpu))
+    shard = server.store.put(np.zeros(4, np.uint8), Lease("s", 1))
+    with pytest.raises(Refused, match=rf"shard {shard.id} was released, or is not on the GPU"):
+        asyncio.run(spill_response(server.store, transfer_pb2.SpillRequest(shards=[shard.id]), 1.0))
+    with pytest.raises(Refused, match="the epoch is 1, the rows are of epoch 2"):
+        asyncio.run(spill_response(server.store, transfer_pb2.SpillRequest(epoch=2), 1.0))
