@@ -127,10 +127,16 @@ class Packing:
         groups = tuple(_group(places, run) for run in _runs_of_like_length(places.lengths))
         return cls(torch.from_numpy(positions)[None], groups)
 
-    def to(self, device: torch.device) -> Packing:
-        """Returns the layout with its tensors on a device."""
-        groups = (SequenceGroup(each.positions_ST.to(device), each.own_N.to(device)) for each in self.groups)
-        return Packing(self.position_ids_1T.to(device), tuple(groups))
+    def tensors(self) -> list[Tensor]:
+        """Returns all tensors of the layout."""
+        of_groups = [x for group in self.groups for x in (group.positions_ST, group.own_N)]
+        return [self.position_ids_1T, *of_groups]
+
+    def with_tensors(self, tensors: Iterator[Tensor]) -> Packing:
+        """Returns the layout with the next of the given tensors in place of its own, in the order of `tensors`."""
+        position_ids_1T = next(tensors)
+        groups = tuple(SequenceGroup(next(tensors), next(tensors)) for _ in self.groups)
+        return Packing(position_ids_1T, groups)
 
     def arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments, besides the token ids, of a model whose attention is `ATTENTION`."""

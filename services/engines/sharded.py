@@ -27,6 +27,7 @@ from services.engines.base import (
 )
 from services.engines.collectives import max_over_ranks
 from services.engines.deterministic import deterministic_kernels
+from services.engines.loss_accumulator import numbers
 from services.engines.offload import wait_for_copies
 from services.engines.offloader import Offloader
 from services.runtime.ranks import known_to_all
@@ -130,7 +131,7 @@ class ShardedEngine(TrainEngine):
                 why = f"gradient norm is {grad_norm:.4g} {where}, above reject_grad_norm, {limit:g}"
                 raise known_to_all(GradientTooLarge(why))
             lr = self._options.lr_at(self._num_steps)
-            result = StepResult(loss, grad_norm, lr, {name: float(x) for name, x in stats.items()})
+            result = StepResult(loss, grad_norm, lr, numbers(stats))
             confirm()
             # Nothing below allocates, waits for other ranks or reads memory that other processes may change.
             self._has_first_values = False

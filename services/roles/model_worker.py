@@ -17,6 +17,7 @@ from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.compute import matmul
 from services.compute.heads import Head
+from services.compute.microbatch import to_device
 from services.engines.base import EngineSetup, LossFn, TrainEngine
 from services.engines.implementation import implementation_of
 from services.models.loading import Load
@@ -148,11 +149,12 @@ class ModelWorker(VerifiedWorker, TorchWorker):
         """Splits sequences into micro-batches and runs the model on them without gradients. Collective.
 
         Returns:
-            Each micro-batch with the output of `head` for it; an empty list on pipeline stages before the last.
+            Each micro-batch, on the engine's device, with the output of `head` for it; an empty list on pipeline stages
+            before the last.
         """
         with self.ranks.together(call.peers_deadline):
             self.engine.check_onloaded()
-            micro_batches = self._micro_batcher.split(sequences)
+            micro_batches = to_device(self._micro_batcher.split(sequences), self.engine.device)
         total = len(micro_batches)
         call.progress(0, total)
         outputs = self.engine.infer(
