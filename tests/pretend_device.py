@@ -80,25 +80,25 @@ class OnDevice(Tensor):
     """A tensor on the pretend device, whose values are in a tensor on the host."""
 
     host: Tensor
-    log: Log
+    noted: Log
 
     @staticmethod
     def __new__(cls, host: Tensor, log: Log) -> OnDevice:
         layout = {"strides": host.stride(), "storage_offset": host.storage_offset(), "layout": host.layout}
         made = Tensor._make_wrapper_subclass(cls, host.size(), dtype=host.dtype, device=DEVICE, **layout)
-        made.host, made.log = host, log
+        made.host, made.noted = host, log
         return made
 
     def __repr__(self) -> str:  # type: ignore[override] - torch's has an argument
         return f"OnDevice({self.host})"
 
     def tolist(self) -> Any:
-        self.log.to_host.append(Copy(self.dtype, self.numel(), caller()))
+        self.noted.to_host.append(Copy(self.dtype, self.numel(), caller()))
         return self.host.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        log = next(x.log for x in tree_leaves((args, kwargs)) if isinstance(x, OnDevice))
+        log = next(x.noted for x in tree_leaves((args, kwargs)) if isinstance(x, OnDevice))
         return _run(log, func, args, kwargs or {})
 
 
@@ -110,7 +110,10 @@ class _Mode(TorchDispatchMode):
         self._log = log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(self._log, func, args, kwargs or {})
+        if not func._can_decompose():
+            return _run(self._log, func, args, kwargs or {})
+        with self:  # in inference mode, operators come here before torch has split them into simpler ones
+            return func.decompose(*args, **kwargs or {})
 
 
 @contextmanager

@@ -132,7 +132,7 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A copy of this rank's shards of weights and optimizer state, in host memory.
+    """A copy of this rank's shards of weights and optimizer state, on its device or in host memory.
 
     Attributes:
         num_steps: optimizer steps done.
@@ -272,7 +272,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def snapshot(self) -> Snapshot:
-        """Returns a copy of this rank's shards of weights and optimizer state in host memory, for `restore`."""
+        """Returns a copy of this rank's shards of weights and optimizer state, for `restore`; on the device, where that
+        has room for it."""
 
     @abstractmethod
     def restore(self, snapshot: Snapshot) -> None:

@@ -33,7 +33,7 @@ def jagged_column(rows: CallRows, name: str) -> Jagged[Tensor]:
     column = rows[name]
     if not isinstance(column, Jagged):
         raise InvalidRequest(f"column {name!r} is not jagged")
-    if column.values.ndim != 1:
+    if len(column.values.shape) != 1:
         raise InvalidRequest(
             f"column {name!r} has elements of shape {list(column.values.shape[1:])}; one number is allowed"
         )
@@ -48,9 +48,9 @@ def token_column(rows: CallRows, name: str) -> Jagged[Tensor]:
         InvalidRequest: The column or "response_ids" is missing, or its rows are neither jagged nor single numbers.
     """
     values, responses = rows[name], rows["response_ids"]
-    if not isinstance(values, np.ndarray | Tensor) or not isinstance(responses, Jagged):
+    if isinstance(values, Jagged | list) or not isinstance(responses, Jagged):
         return jagged_column(rows, name)
-    if values.ndim != 1:
+    if len(values.shape) != 1:
         raise InvalidRequest(
             f"column {name!r} has rows of shape {tuple(values.shape[1:])}; one number is allowed"
         )

@@ -62,11 +62,11 @@ def peak_memory_measured(device: torch.device, *, releases_cache: bool) -> Itera
     """Context manager that resets the peak that `peak_allocated_bytes` returns, so that it is that of the block.
 
     Args:
-        device: Device to measure; nothing happens on a CPU.
+        device: Device to measure; nothing happens unless it is a GPU.
         releases_cache: Whether torch returns its cached memory to the device after the block, for other processes
             that share the device.
     """
-    if device.type == "cpu":
+    if device.type != "cuda":
         yield
         return
     torch.cuda.reset_peak_memory_stats(device)
