@@ -18,7 +18,7 @@ def copy_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
     own = [x for x in tensors if x.device != device]
     if not own or device.type == "cpu":
         return [x.to(device) for x in tensors]
-    staged = [x.to("cpu").contiguous().view(-1).view(torch.uint8) for x in own]
+    staged = [x.contiguous().view(-1).view(torch.uint8) for x in own]
     sizes = [-(-len(each) // _ALIGNMENT) * _ALIGNMENT for each in staged]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for part, each in zip(buffer.split(sizes), staged, strict=True):

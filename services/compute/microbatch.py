@@ -123,8 +123,8 @@ class MicroBatch:
     def grid(self, x_N: Tensor) -> Tensor:
         """Returns one value per response token, in the order of `response_ids_N`, as a grid [B, R], 0 in the padding.
         Unlike with a mask, neither this nor its gradient makes the host wait for a GPU."""
-        shape = self.response_mask_BR.shape
-        return x_N.new_zeros(shape.numel()).scatter(0, self.cells_N, x_N).view(shape)
+        grid_BR, num_columns = x_N.new_zeros(self.response_mask_BR.shape), self.response_mask_BR.shape[1]
+        return grid_BR.index_put((self.cells_N // num_columns, self.cells_N % num_columns), x_N)
 
     def collect(self, x_BR: Tensor) -> Tensor:
         """Returns the values of a grid [B, R] at all response tokens, concatenated in the order of `rows`; the
