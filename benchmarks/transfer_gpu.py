@@ -22,6 +22,7 @@ import grpc.aio
 import numpy as np
 
 from benchmarks.processes import TIMEOUT_S, ask, in_turns, process, timed
+from nccl_transfer.devices.cuda import Cuda, DeviceBuffer
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.plans import needed
 from nccl_transfer.refs.shards import Endpoint
@@ -32,7 +33,6 @@ from nccl_transfer.testing.serving import add_handlers
 from nccl_transfer.transports import host_id
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 from nccl_transfer.transports.gpu.cuda_ipc_source import SLOT_BYTES, SLOTS
-from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.v1 import common_pb2
 

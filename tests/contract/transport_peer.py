@@ -17,16 +17,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy as np
 
 from contract.host_devices import HostCuda, HostNccl
+from contract.host_tensors import HostTensor, HostTensors
 from contract.loopback import CountedCuda
-from nccl_transfer.store.store import TensorStore
-from nccl_transfer.testing.peer import Peer, say, serve
+from nccl_transfer.devices.cuda import Event
+from nccl_transfer.devices.cupy_cuda import own_cuda
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.wire import to_proto
+from nccl_transfer.store.device_arena import DeviceArena
+from nccl_transfer.store.device_shards import DeviceShards
+from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.testing.peer import SESSION, Peer, say, serve
 from nccl_transfer.transports.base import Handler, Transport
 from nccl_transfer.transports.gpu import cuda_ipc_source
 from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, own_nccl, why_no_nccl
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
-from nccl_transfer.transports.gpu.device import Event, own_cuda
 from nccl_transfer.transports.gpu.nccl import NcclTransport
 from nccl_transfer.transports.gpu.nccl_source import ADVERT, NcclSource
 from nccl_transfer.transports.grpc_stream import GrpcSource, GrpcTransport
@@ -251,6 +259,34 @@ class PausingPeer(Peer):
         """Changes the capacity of the GPU."""
         self.cuda.capacity = mib << 20
         return {}
+
+    def lend_device(self, mib):
+        """Makes an arena on the GPU, if there is none."""
+        self.store.device = self.store.device or DeviceShards(
+            DeviceArena(self.cuda, mib << 20), HostTensors(), self.store
+        )
+        return {}
+
+    def put_device(self, step, columns):
+        """Stores columns on the GPU, as `put` does in host memory."""
+        device, stored = self.store.device, {}
+        assert device is not None
+        for name, column in columns.items():
+            tensor: Any = HostTensor(np.load(column["path"]), column["dtype"])
+            lengths = column["lengths"]
+            values = tensor if lengths is None else Jagged(tensor, np.array(lengths, np.int64))
+            stored[name] = device.put_column(values, Lease(SESSION, step))
+        rows = next(iter(stored.values())).rows
+        return {"batch": to_proto(Batch(rows, stored)).SerializeToString().hex()}
+
+    def mallocs(self):
+        return {"times": self.cuda.mallocs}
+
+    def device_stat(self):
+        stat = self.store.stat()
+        return {
+            "used": stat.device_used_bytes, "spilled": stat.spilled_bytes, "copied": stat.host_copied_bytes
+        }  # fmt: skip
 
     def device_used(self):
         return {"bytes": self.cuda.used}

@@ -18,7 +18,7 @@ from rlhf.v1 import common_pb2
 
 _, devices, name, batch, within_s = sys.argv
 if devices == "gpu":
-    transport = create_readers([name])[0]
+    transport = create_readers([name], on_gpu=True)[0]
 elif name == "cuda_ipc":
     transport = CudaIpcReader(HostCuda("GPU-of-the-peer"))
 else:

@@ -34,9 +34,9 @@ CALL = {
     *(f"reward/{name}" for name in ("ComparePairs", "ComputeReward", "UpdateReward")),
     *(f"worker/{name}" for name in ("BeginSession", "Cancel", "Dispatch", "EndSession", "Introduce", "Offload",
                                     "Onload", "Release", "Synchronize", "VerifyWeights")),
-    *(f"transfer/{name}" for name in ("Fetch", "MarkCorrupt", "Put", "TakeRelayed")),
+    *(f"transfer/{name}" for name in ("Fetch", "MarkCorrupt", "Put", "Spill", "TakeRelayed")),
     *(f"nccl/{name}" for name in ("Abort", "Attach", "Commit", "Prepare")),
-    *(f"cuda_ipc/{name}" for name in ("OpenStaging", "Stage")),
+    *(f"cuda_ipc/{name}" for name in ("OpenArena", "OpenStaging", "Stage")),
 }  # fmt: skip
 
 

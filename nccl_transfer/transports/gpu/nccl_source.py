@@ -8,8 +8,11 @@ import struct
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+from nccl_transfer.devices.cuda import Cuda, DeviceBuffer, Event
+from nccl_transfer.store.device_arrays import Pin
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import Handler, Source
 from nccl_transfer.transports.common import check_epoch, layout
@@ -23,7 +26,6 @@ from nccl_transfer.transports.gpu.communicator import (
     abort_in_background,
     version_text,
 )
-from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer
 from nccl_transfer.transports.gpu.manifest import check_manifest
 from nccl_transfer.transports.gpu.transaction import Phase, Transaction
 from rlhf.errors import Refused, TransferError
@@ -60,16 +62,17 @@ class NcclSession:
         self.transaction: Transaction | None = None
         self.ended = asyncio.Event()
         self._cuda = cuda
-        self._produced = cuda.event()
         self._worker = ThreadPoolExecutor(1, "nccl-source")
         self._joined: Future[Communicator] = self._worker.submit(join)
+        self._produced: Event | None = None
         self._buffer: DeviceBuffer | None = None
+        self._pins: list[Pin] = []
         self._sends: list[Message] = []
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that are staged on the GPU."""
+        """Number of bytes that are ready to be sent."""
         return sum(message.nbytes for message in self._sends)
 
     def begin(self, transaction: Transaction, within_s: float) -> None:
@@ -78,12 +81,15 @@ class NcclSession:
         self._timer = asyncio.get_running_loop().call_later(within_s + GRACE_S, self._expire)
 
     def finish(self) -> None:
-        """Stops the transaction's timer and has the session's thread free the staged bytes, without waiting for it.
-        The communicator stays usable."""
+        """Stops the transaction's timer and has the session's thread unpin its shards, without waiting for it. The
+        communicator stays usable, and staging memory is kept for the next transaction."""
+        self._stop_timer()
+        if not self.ended.is_set():
+            self._worker.submit(self._unpin)
+
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if not self.ended.is_set():
-            self._worker.submit(self._free)
 
     def _expire(self) -> None:
         """Ends the session: its transaction was not finished by its deadline."""
@@ -105,43 +111,76 @@ class NcclSession:
             raise TransferError(f"{self.transaction}: {error}") from error
 
     def stage(self, store: TensorStore, items: Sequence[pb.ManifestItem]) -> None:
-        """Copies the items of a manifest from the store to the GPU. Runs in the session's thread. Raises OutOfSpace,
-        CommunicatorError, or an error of `TensorStore.copy`."""
+        """Pins the items of a manifest that are on the GPU, and copies the others from the store to the GPU. Runs in
+        the session's thread. Raises OutOfSpace, CommunicatorError, or an error of `TensorStore.copy`."""
         self._joined.result()
-        offsets, total = layout(item.range.nbytes for item in items)
-        self._buffer = buffer = DeviceBuffer(self._cuda, total)
+        device = store.device
+        staged = [device is None or item.range.shard not in device for item in items]
+        sizes = (item.range.nbytes if is_staged else 0 for item, is_staged in zip(items, staged, strict=True))
+        offsets, total = layout(sizes)
+        self._reserve(total)
         self._sends = []
-        for offset, item in zip(offsets, items, strict=True):
-            r, pointer = item.range, buffer.pointer + offset
-            store.copy(r.shard, r.start, r.nbytes, lambda data, to=pointer: self._cuda.copy_in(to, data))
+        for offset, item, is_staged in zip(offsets, items, staged, strict=True):
+            r = item.range
+            if is_staged:
+                assert self._buffer is not None, "there is memory for the items that are staged"
+                pointer = self._buffer.pointer + offset
+                store.copy(r.shard, r.start, r.nbytes, lambda data, to=pointer: self._cuda.copy_in(to, data))
+            else:
+                assert device is not None, "the item is on the GPU"
+                self._pins.append(pin := device.pin(r.shard, r.start, r.nbytes))
+                pointer = pin.pointer + r.start
             self._sends.append(Message(READER, pointer, r.nbytes))
+        self._produced = self._produced or self._cuda.event()
         self._produced.record()
 
+    def _reserve(self, nbytes: int) -> None:
+        """Allocates staging memory of at least `nbytes` bytes, unless there is some."""
+        if self._buffer is not None and self._buffer.nbytes < nbytes:
+            self._buffer.free()
+            self._buffer = None
+        if self._buffer is None and nbytes:
+            self._buffer = DeviceBuffer(self._cuda, nbytes)
+
     def send(self) -> None:
-        """Sends the staged bytes; blocks until they are sent or the session has ended. Runs in the session's
-        thread."""
+        """Sends the items; blocks until they are sent or the session has ended. Runs in the session's thread."""
         communicator = self._joined.result()
-        communicator.wait(self._produced)
+        for event in (self._produced, *(pin.event for pin in self._pins)):
+            if event is not None:
+                communicator.wait(event)
         communicator.group(self._sends, [])
         while not self.ended.is_set() and not communicator.done():
             time.sleep(SEND_PAUSE_S)
 
+    def _unpin(self) -> None:
+        """Unpins the shards of the transaction, which are sent or will not be."""
+        for pin in self._pins:
+            pin.free()
+        self._pins, self._sends = [], []
+
     def _free(self) -> None:
-        """Frees the staged bytes. Runs in the session's thread."""
+        """Unpins shards and frees memory and event, once nothing is sent from there any more."""
+        self._unpin()
         if self._buffer is not None:
             self._buffer.free()
-        self._buffer, self._sends = None, []
+        if self._produced is not None:
+            self._produced.close()
+        self._buffer = self._produced = None
 
     def end(self, reason: str) -> None:
         """Aborts the transaction and the communicator, and frees their resources. Idempotent."""
         if self.ended.is_set():
             return
-        self.finish()
+        self._stop_timer()
         self.ended.set()
         if self.transaction is not None and self.transaction.phase is not Phase.DONE:
             self.transaction.abort(reason)
-        self._joined.add_done_callback(abort_in_background)
-        self._worker.submit(self._produced.close)
+        self._joined.add_done_callback(partial(abort_in_background, then=self._retire))
+
+    def _retire(self) -> None:
+        """Frees all resources, behind what the session's thread does now, and ends the thread. Called once the
+        communicator is aborted."""
+        self._worker.submit(self._free)
         self._worker.shutdown(wait=False)
 
 
