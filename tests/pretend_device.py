@@ -7,18 +7,23 @@ host for the device, is noted with the line that caused it. It has no streams an
 
 from __future__ import annotations
 
+import ctypes
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from nccl_transfer.devices.tensors import DeviceBytes, DeviceTensors
+from nccl_transfer.store.tensors import to_numpy_carrier, to_torch
 
 NAME = "pretend"
 _setup_privateuseone_for_python_backend(NAME)
@@ -100,6 +105,37 @@ class OnDevice(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         log = next(x.noted for x in tree_leaves((args, kwargs)) if isinstance(x, OnDevice))
         return _run(log, func, args, kwargs or {})
+
+
+class PretendTensors(DeviceTensors):
+    """Tensors of the device for the store of a rank, whose arena is in memory of the host (`HostCuda`)."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def holds(self, tensor: Any) -> bool:
+        return isinstance(tensor, OnDevice)
+
+    def stream(self) -> int:
+        return 7
+
+    def pointer(self, tensor: OnDevice) -> int:
+        return tensor.host.data_ptr()
+
+    def tensor(self, memory: DeviceBytes, dtype: str, shape: Sequence[int]) -> Tensor:
+        mapped = (ctypes.c_uint8 * memory.nbytes).from_address(memory.pointer)
+        mapped.memory = memory  # type: ignore[attr-defined] - keeps it
+        flat = torch.frombuffer(mapped, dtype=getattr(torch, dtype)) if memory.nbytes else torch.empty(0)
+        return OnDevice(flat.reshape(tuple(shape)), self._log)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts))
+
+    def upload(self, array: np.ndarray, dtype: str) -> Tensor:
+        return to_torch(array, dtype).to(DEVICE)
+
+    def download(self, tensor: Tensor) -> np.ndarray:
+        return to_numpy_carrier(tensor)[0]
 
 
 class _Mode(TorchDispatchMode):

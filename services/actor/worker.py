@@ -51,6 +51,7 @@ class ActorWorker(ModelWorker):
     """
 
     role = "actor"
+    on_device = frozenset(("log_probs", "ref_log_probs", "rollout_log_probs", "advantages"))
 
     def __init__(self, table: ActorTable, ranks: Ranks) -> None:
         super().__init__(table, ranks, load_causal_lm, table.optimizer)

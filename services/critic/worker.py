@@ -30,6 +30,7 @@ class CriticWorker(ModelWorker):
     """
 
     role = "critic"
+    on_device = frozenset(("values", "returns"))
 
     def __init__(self, table: CriticTable, ranks: Ranks) -> None:
         super().__init__(table, ranks, load_value_model, table.optimizer)

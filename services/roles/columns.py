@@ -1,6 +1,7 @@
 """Converts columns of a call's rows to torch tensors.
 
-A column that the fetch has left on this rank's device is a tensor there already; any other is an array in host memory.
+A column that the fetch has left on this rank's device (`Worker.on_device`) is a tensor there; any other is an array in
+host memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.rows import Values
+from nccl_transfer.store.device_arrays import DeviceArray
 from nccl_transfer.store.tensors import to_numpy_carrier, to_torch
 from rlhf.errors import InvalidRequest
 from services.compute.copies import copy_together
@@ -84,14 +86,15 @@ def in_host_memory(columns: Mapping[str, Values]) -> dict[str, Values]:
     return {name: _in_host_memory(values) for name, values in columns.items()}
 
 
-def _in_host_memory(values: Any) -> Values:
-    is_tensor = isinstance(values.values if isinstance(values, Jagged) else values, Tensor)
-    return to_numpy_carrier(values)[0] if is_tensor else values
+def _in_host_memory(values: Values) -> Values:
+    if isinstance(values, Jagged):
+        return Jagged(_in_host_memory(values.values), values.lengths)
+    return to_numpy_carrier(values.tensor())[0] if isinstance(values, DeviceArray) else values
 
 
 def _tensor(values: Any, dtype: str) -> Tensor:
-    """Returns a tensor as it is, and an array as a tensor of element type `dtype`."""
-    return values if isinstance(values, Tensor) else to_torch(values, dtype)
+    """Returns an array as a tensor where it is; one in host memory has the element type `dtype`."""
+    return values.tensor() if isinstance(values, DeviceArray) else to_torch(values, dtype)
 
 
 def jagged_ids(rows: list[list[int]], dtype: torch.dtype = torch.int64) -> Jagged[Tensor]:
