@@ -199,8 +199,8 @@ class TrainEngine(ABC):
         Collective.
 
         Args:
-            table: table of the service. `table.dtype` is the type of computation; weights that are trained are kept
-                in float32 in any case.
+            table: table of the service. `implementation.compute_dtype` gives the type of computation; trained weights
+                are kept in float32 in any case.
             options: the engine's own options, of the type that its spec (`settings.engines.EngineSpec`) names.
             setup: loader of the model, mesh, device and optimizer.
 

@@ -115,7 +115,8 @@ class RolloutEngine(ABC):
         generates. Collective.
 
         Args:
-            table: table of the service: `table.model` is the model's directory, `table.dtype` its type.
+            table: table of the service: `table.model` is the model's directory, and
+                `services.engines.implementation.compute_dtype` gives its type.
             options: the engine's own options, of the type that its spec (`settings.engines.RolloutSpec`) names.
             engine: training engine of this rank.
             mesh: training and generation mesh of the service.
