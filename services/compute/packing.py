@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from services.compute.varlen import Spans, attend_spans, has_kernel
+from services.compute.varlen import Spans, attend_spans, fix_order_of_gradient, has_kernel
 
 ATTENTION = "sdpa_by_sequence"
 """Name under which the attention of this module is registered with transformers: its "sdpa", extended to packed
@@ -228,6 +228,7 @@ def attend(
         own_query, own_key, own_value = (group.unpack(x[0]) for x in (query, key, value))
         mask = _window_mask(group.positions_ST, sliding_window)
         attended_STHD, _ = sdpa_attention_forward(module, own_query, own_key, own_value, mask, **options)
+        fix_order_of_gradient(attended_STHD)
         parts.append(group.pack(attended_STHD))
     return torch.cat(parts)[None], None
 

@@ -112,15 +112,23 @@ def attend_spans(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=len(query) != len(key),
     )
-    if torch.is_deterministic_algorithms_warn_only_enabled():
-        _make_gradient_deterministic(attended)
+    fix_order_of_gradient(attended)
     return attended
 
 
-def _make_gradient_deterministic(attended: Tensor) -> None:
-    """Makes the kernel's backward pass add up gradients in a fixed order, which it does where torch may use
-    deterministic kernels alone, but not where it only warns of others."""
+def fix_order_of_gradient(attended: Tensor) -> None:
+    """Makes the kernel that has computed attention add up its gradient in a fixed order, if `attended` was computed
+    within `deterministic_kernels`. The kernels do so where torch may use deterministic ones alone, but not where it
+    only warns of others, as it does there.
+
+    Args:
+        attended: output of the kernel, or a view or copy of it.
+    """
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        return
     node = attended.grad_fn
+    while node is not None and not any(word in node.name() for word in ("Attention", "attn")):
+        node = node.next_functions[0][0] if node.next_functions else None
     if node is not None:
         node.register_prehook(lambda gradients: torch.use_deterministic_algorithms(True))
         node.register_hook(lambda *gradients: torch.use_deterministic_algorithms(True, warn_only=True))

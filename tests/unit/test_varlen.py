@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from packed_rows import FEW, RowShapes, row_shapes
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from services.compute import packing, varlen
@@ -106,26 +107,47 @@ def test_the_gather_path_computes_what_the_kernel_does_not_take() -> None:
     assert not varlen.has_kernel(torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16))
 
 
+def is_strict() -> bool:
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
 def test_the_gradient_of_the_kernel_is_deterministic_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     strict = []
 
-    class Kernel(torch.autograd.Function):
+    class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, query: Tensor) -> Tensor:
             return query.clone()
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            strict.append(not torch.is_deterministic_algorithms_warn_only_enabled())
+            strict.append(is_strict())
             return gradients[0]
 
-    monkeypatch.setattr(varlen, "varlen_attn", lambda query, *_, **__: Kernel.apply(query))
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, *_, **__: Attention.apply(query))
     layout = pack(*FEW[0].columns(), np.arange(2)).packing
     assert layout is not None
     x = torch.randn(HEADS, layout.position_ids_1T.shape[1], DIM, requires_grad=True)
     with deterministic_kernels(torch.device("cuda")):
         attended = varlen.attend_spans(x, x, x, layout.spans, None, None)
         attended.sum().backward()
-        assert strict == [True]
         assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert strict == [True]
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_gradient_of_fused_attention_is_too() -> None:
+    x = torch.randn(1, HEADS, 5, DIM, requires_grad=True)
+    attended = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    view = attended.transpose(1, 2).contiguous()
+    strict, kernel = [], attended.grad_fn
+    assert kernel is not None
+    with deterministic_kernels(torch.device("cuda")):
+        varlen.fix_order_of_gradient(view)
+        kernel.register_prehook(lambda _: strict.append(is_strict()))
+        view.sum().backward()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert strict == [True]
