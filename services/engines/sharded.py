@@ -140,9 +140,9 @@ class ShardedEngine(TrainEngine):
             self._take_step(lr)
             self._weights_changed()
             self._num_steps += 1
-            self._snapshots.stepped()
             return result
         finally:
+            self._snapshots.stepped()
             self._drop_gradients()
 
     def snapshot(self) -> Snapshot:

@@ -34,14 +34,14 @@ class SnapshotMemory:
     def copy(self, state: Mapping[str, Tensor]) -> Copies:
         """Returns copies of tensors by name. `wait` must precede work that changes the tensors or reads the copies.
 
-        They are made on the device if it has free memory for them and for the largest step so far besides, or as much
-        again before any step. Only one set of copies is in the preallocated host memory: while it lives, further ones
+        They are made on the device if it has free memory for them and for the largest step so far besides, or for twice
+        as much before any step. Only one set of copies is in the preallocated host memory: while it lives, further ones
         are in pinned memory of their own.
         """
         if self._device.type == "cpu":
             return in_host_memory(state)
         needed = sum(x.nbytes for x in state.values() if x.device == self._device)
-        beside = needed if self._largest_step is None else self._largest_step
+        beside = 2 * needed if self._largest_step is None else self._largest_step
         if needed + beside <= free_bytes(self._device):
             copies = Copies({name: x.detach().clone() for name, x in state.items()})
         elif self._in_pinned() is None:
@@ -58,7 +58,8 @@ class SnapshotMemory:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def stepped(self) -> None:
-        """Notes the memory that a step has taken beside the state and its copy. Called after each step."""
+        """Notes the memory that a step has taken beside the state and its copy. Called after each step, also one that
+        has failed, as of memory that ran out."""
         taken = peak_bytes(self._device) - self._resting
         self._largest_step = max(taken, self._largest_step or 0)
 

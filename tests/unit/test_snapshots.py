@@ -32,17 +32,17 @@ def check(copies: dict[str, Tensor], device: str) -> None:
     assert copies["exp_avg.a"].tolist() == [1.0] * 3
 
 
-def test_a_copy_stays_on_a_device_with_room_for_it_and_as_much_again(
+def test_a_copy_stays_on_a_device_with_room_for_it_and_twice_as_much(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, kept = SnapshotMemory(DEVICE), state()
     log.clear()
-    monkeypatch.setattr(snapshots, "free_bytes", lambda device: 2 * NUM_BYTES)
+    monkeypatch.setattr(snapshots, "free_bytes", lambda device: 3 * NUM_BYTES)
     copies = memory.copy(kept)
     assert log == Log()
     kept["weight.a"].zero_()
     check(copies, "pretend")
-    monkeypatch.setattr(snapshots, "free_bytes", lambda device: 2 * NUM_BYTES - 1)
+    monkeypatch.setattr(snapshots, "free_bytes", lambda device: 3 * NUM_BYTES - 1)
     check(memory.copy(state()), "cpu")
 
 
