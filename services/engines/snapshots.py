@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,7 +106,7 @@ def pinned(num_bytes: int, device: torch.device) -> Tensor:
     memory rounds up to a power of two. Raises RuntimeError if it cannot be pinned."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if device.type == "cuda" and num_bytes:
-        runtime = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()
         torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
         # The view that is returned does not own the memory, so that it is unpinned before it is freed.
         view = memory.view(-1)

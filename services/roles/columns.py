@@ -86,7 +86,7 @@ def in_host_memory(columns: Mapping[str, Values]) -> dict[str, Values]:
     return {name: _in_host_memory(values) for name, values in columns.items()}
 
 
-def _in_host_memory(values: Values) -> Values:
+def _in_host_memory(values: Any) -> Any:
     if isinstance(values, Jagged):
         return Jagged(_in_host_memory(values.values), values.lengths)
     return to_numpy_carrier(values.tensor())[0] if isinstance(values, DeviceArray) else values

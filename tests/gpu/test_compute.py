@@ -47,15 +47,9 @@ def attended(gpu: torch.device, shapes: RowShapes, *, kernel: bool, window: int 
     with pytest.MonkeyPatch.context() as patch, deterministic_kernels(gpu):
         if not kernel:
             patch.setattr(packing, "has_kernel", lambda query: False)
-        output, _ = attend(
-            module,
-            *inputs,
-            None,
-            packing=micro_batch.packing,
-            sliding_window=window,
-            scaling=0.1,
-            dropout=0.0,
-        )
+        query, key, value = inputs
+        how: Any = {"packing": micro_batch.packing, "sliding_window": window, "scaling": 0.1, "dropout": 0.0}
+        output, _ = attend(module, query, key, value, None, **how)
         (output * weights).sum().backward()
     return [output.detach(), *(x.grad for x in inputs if x.grad is not None)]
 

@@ -119,7 +119,7 @@ class OneRank:
     def read(self, name: str) -> Jagged[np.ndarray]:
         """A column in host memory."""
         batch = Batch(len(PROMPTS), {name: self.columns[name]})
-        values = self.fetcher.fetch(batch, time.monotonic() + 60)[name]
+        values: Any = self.fetcher.fetch(batch, time.monotonic() + 60)[name]
         assert isinstance(values, Jagged)
         return values
 

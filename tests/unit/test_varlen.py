@@ -68,9 +68,9 @@ def both_ways(layout: Packing, window: int | None) -> list[list[Tensor]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packing, "has_kernel", lambda query, kernel=kernel: kernel)
             patch.setattr(varlen, "varlen_attn", plain_kernel)
-            attended, _ = attend(
-                module, *own, None, packing=layout, sliding_window=window, scaling=SCALING, dropout=0.0
-            )
+            query, key, value = own
+            how: Any = {"packing": layout, "sliding_window": window, "scaling": SCALING, "dropout": 0.0}
+            attended, _ = attend(module, query, key, value, None, **how)
         assert attended.shape == weights.shape
         (attended * weights).sum().backward()
         found.append([attended.detach(), *(x.grad for x in own if x.grad is not None)])
