@@ -98,7 +98,7 @@ class DeviceReader:
         placed = self._pin(there) if is_own else self._receive(source, there, deadline, count)
         rest = [r for r in ranges if r not in placed]
         reading = read_on_host(source, rest) if rest else Reading([])
-        parts = placed | dict(zip(rest, reading.views, strict=True))
+        parts = {**placed, **dict(zip(rest, reading.views, strict=True))}
         return PlacedRanges(ranges, [parts[r] for r in ranges], reading.verify)
 
     def _pin(self, ranges: Sequence[ByteRange]) -> Mapping[ByteRange, PinnedBytes | memoryview]:

@@ -23,6 +23,7 @@ class DeviceBytes(Protocol):
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """The bytes as an array [nbytes] uint8."""
+        ...
 
 
 class DeviceTensors(ABC):

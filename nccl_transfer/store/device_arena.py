@@ -80,7 +80,7 @@ class DeviceArena:
         self._free = FreeList(self.nbytes)
         self._uses: list[_Use] = []
         self._idle: list[Event] = []
-        self._dropped: deque[tuple[Block, Collection[int]]] = deque()
+        self._dropped: deque[tuple[Block, Collection[int | None]]] = deque()
         self._next_ready = self._used = self._peak = 0
         self._lock = threading.Lock()
 
@@ -125,7 +125,7 @@ class DeviceArena:
             assert not block.is_free, "a freed block cannot be pinned"
             block.pins += 1
 
-    def unpin(self, block: Block, streams: Collection[int] = ()) -> None:
+    def unpin(self, block: Block, streams: Collection[int | None] = ()) -> None:
         """Ends a pin.
 
         Args:
@@ -135,7 +135,7 @@ class DeviceArena:
         with self._lock:
             self._unpin(block, streams)
 
-    def drop(self, block: Block, streams: Collection[int]) -> None:
+    def drop(self, block: Block, streams: Collection[int | None]) -> None:
         """Ends a pin as `unpin` does, with the next call of another method. Takes no lock, so it may be called while
         objects are garbage-collected."""
         self._dropped.append((block, streams))
@@ -164,7 +164,7 @@ class DeviceArena:
             event.close()
         self.cuda.free(self.pointer)
 
-    def _unpin(self, block: Block, streams: Collection[int]) -> None:
+    def _unpin(self, block: Block, streams: Collection[int | None]) -> None:
         for stream in streams:
             event = self._idle.pop() if self._idle else self.cuda.event()
             event.record(stream)

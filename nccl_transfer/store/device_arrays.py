@@ -29,12 +29,13 @@ class Pin:
         self.pointer = arena.pointer + block.offset
         self.nbytes = block.nbytes
         self.event = event
-        self._streams: set[int] = set()
+        self._streams: set[int | None] = set()
         self._end = weakref.finalize(self, arena.drop, block, self._streams)
         self._end.atexit = False
 
-    def wait(self, stream: int) -> None:
-        """Makes later work on a stream wait, on the GPU, until the bytes are there; that work may use them."""
+    def wait(self, stream: int | None) -> None:
+        """Makes later work on a stream, by default the private one of the GPU, wait until the bytes are there; that
+        work may use them."""
         if self.event is not None:
             self.event.wait(stream)
         self._streams.add(stream)
@@ -100,6 +101,10 @@ class DeviceArray:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns `tensor()[index]`."""
+        return self.tensor()[index]
 
     @property
     def nbytes(self) -> int:

@@ -156,6 +156,7 @@ class DeviceShards:
         """
         block = self.arena.allocate(nbytes)
         pin = Pin(self.arena, block)
+        pin.wait(None)
         self.arena.free(block)
         return pin
 

@@ -65,7 +65,13 @@ def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
         scores_with_copy=table.optimizer is not None,
         on_gpu=on_gpu,
         arena_bytes=table.arena_mb << 20,
+        device_arena_bytes=_device_arena_bytes(table, on_gpu),
     )
+
+
+def _device_arena_bytes(table: ServiceTable, on_gpu: bool) -> int:
+    """Returns the bytes of a rank's arena on its GPU; 0 where there is none."""
+    return table.arena_device_mb << 20 if on_gpu and not table.checksums else 0
 
 
 def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
@@ -91,6 +97,7 @@ def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
         rollout=_rollout_use(table, truncates) if isinstance(table, ActorTable) else None,
         on_gpu=on_gpu,
         arena_bytes=table.arena_mb << 20,
+        device_arena_bytes=_device_arena_bytes(table, on_gpu),
     )
 
 

@@ -15,10 +15,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from contract.host_devices import HostCuda, HostNccl
+from contract.host_devices import HostCuda
 from contract.host_tensors import HostTensor, HostTensors
 from contract.loopback import CountedCuda
-from contract.peer_process import GPU, READERS_GPU
+from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
@@ -40,6 +40,7 @@ from nccl_transfer.testing.transports.rows import (
     wait_until,
 )
 from nccl_transfer.transports import host_id
+from nccl_transfer.transports.gpu.communicator import Nccl
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
 from nccl_transfer.transports.gpu.nccl import NcclReader
 from rlhf.errors import DeadlineExceeded, Refused, ServiceLost
@@ -58,12 +59,13 @@ ROWS: Columns = {
 class Rank:
     """The rank that reads: its store, arena on its GPU, and fetcher."""
 
-    def __init__(self, transport: str, host: str | None = None) -> None:
-        self.cuda = CountedCuda(HostCuda(READERS_GPU if transport == "nccl" else GPU))
-        self.store = TensorStore(4 * MIB, device=(DeviceArena(self.cuda, 8 * MIB), HostTensors()))
+    def __init__(self, transport: str, nccl: Nccl, cuda: Cuda) -> None:
+        self.cuda = CountedCuda(cuda)
+        arena = DeviceArena(self.cuda, 8 * MIB)
+        self.store = TensorStore(4 * MIB, device=(arena, HostTensors(cuda)))
         self.store.endpoint = Endpoint("here:1", host_id(), 1)
-        between = CudaIpcReader(self.cuda) if transport == "cuda_ipc" else NcclReader(HostNccl(), self.cuda)
-        self.fetcher = Fetcher(host or host_id(), [between, *create_readers(["memfd", "tcp"])], self.store)
+        between = CudaIpcReader(self.cuda) if transport == "cuda_ipc" else NcclReader(nccl, self.cuda)
+        self.fetcher = Fetcher(host_id(), [between, *create_readers(["memfd", "tcp"])], self.store)
 
     def fetch(self, batch: Batch, within_s: float = 20.0) -> FetchedRows:
         """Fetches with all columns on the GPU."""
@@ -79,8 +81,8 @@ class Rank:
 
 
 @pytest.fixture
-def rank(transport) -> Iterator[Rank]:
-    rank = Rank(transport)
+def rank(transport, gpus) -> Iterator[Rank]:
+    rank = Rank(transport, *gpus(transport))
     yield rank
     rank.close()
 
@@ -255,8 +257,7 @@ def test_an_arena_that_cannot_be_opened_is_tried_once_and_the_rows_come_by_the_h
 
 
 @BETWEEN_GPUS
-def test_a_source_that_has_died_is_lost_and_one_that_is_stopped_ends_the_read(transport, mortal_peer):
-    rank = Rank(transport)
+def test_a_source_that_has_died_is_lost_and_one_that_is_stopped_ends_the_read(rank, transport, mortal_peer):
     mortal_peer.ask("lend_device", mib=16)
     batch, fresh = one(mortal_peer), one(mortal_peer)
     rank.fetch(batch)
@@ -270,7 +271,6 @@ def test_a_source_that_has_died_is_lost_and_one_that_is_stopped_ends_the_read(tr
     with pytest.raises(ServiceLost, match=re.escape(str(mortal_peer.endpoint))):
         rank.fetch(fresh)
     wait_until(lambda: rank.used == 0)
-    rank.close()
 
 
 @pytest.mark.parametrize("transport", ["nccl"])
@@ -287,16 +287,16 @@ def test_a_group_that_does_not_end_gives_arena_and_pins_back(rank, lender):
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
-def test_a_reader_that_is_closed_leaves_no_thread(transport, lender):
+def test_a_reader_that_is_closed_leaves_no_thread(transport, gpus, lender):
     before = threading.active_count()
-    rank = Rank(transport)
+    rank = Rank(transport, *gpus(transport))
     rank.fetch(one(lender))
     rank.close()
     wait_until(lambda: threading.active_count() <= before)
 
 
-def test_a_reference_that_says_another_size_than_the_shard_has_is_an_error(lender):
-    rank = Rank("cuda_ipc")
+@pytest.mark.parametrize("transport", ["cuda_ipc"])
+def test_a_reference_that_says_another_size_than_the_shard_has_is_an_error(rank, lender):
     batch = one(lender)
     column = batch["x"]
     assert isinstance(column, RemoteColumn)
@@ -304,4 +304,3 @@ def test_a_reference_that_says_another_size_than_the_shard_has_is_an_error(lende
     wrong = RemoteColumn.of_run("uint8", (MIB // 2,), None, shard, 4)
     with pytest.raises(Refused, match="was released"):  # its header says another size
         rank.fetch(Batch(4, {"x": wrong}))
-    rank.close()

@@ -2,8 +2,8 @@
 of a transfer.
 
 Usage: `python -m contract.transport_peer ARENA_MIB EPOCH CHECKSUMS DEVICES UUID`. DEVICES is `host` for the host
-implementation of a GPU and NCCL, `gpu` for those of this machine; UUID overrides the UUID of the GPU in the advert of
-nccl, unless empty. The rest is as for `nccl_transfer.testing.peer`.
+implementation of a GPU and NCCL, `fake` for those over the fake of cupy, `gpu` for those of this machine; UUID
+overrides the UUID of the GPU in the advert of nccl, unless empty. The rest is as for `nccl_transfer.testing.peer`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import fake_cupy
 import grpc
 import numpy as np
 
@@ -263,7 +264,7 @@ class PausingPeer(Peer):
     def lend_device(self, mib):
         """Makes an arena on the GPU, if there is none."""
         self.store.device = self.store.device or DeviceShards(
-            DeviceArena(self.cuda, mib << 20), HostTensors(), self.store
+            DeviceArena(self.cuda, mib << 20), HostTensors(self.cuda.cuda), self.store
         )
         return {}
 
@@ -347,6 +348,8 @@ class PausingPeer(Peer):
 def devices_of(name: str) -> tuple[CountedCuda, Nccl | None]:
     if name == "host":
         return CountedCuda(HostCuda(GPU)), HostNccl()
+    if name == "fake":
+        fake_cupy.install(fake_cupy.UUIDS.index(GPU))
     return CountedCuda(own_cuda()), own_nccl() if why_no_nccl() is None else None
 
 

@@ -32,6 +32,11 @@ class _StagingMemory:
         self.ended = asyncio.Event()
         self.memory = DeviceBuffer(cuda, SLOTS * (HEADER_BYTES + slot_bytes))
         self.events: list[Event] = [cuda.event() for _ in range(SLOTS)]
+        self.lent = pb.OpenStagingResponse(
+            memory_handle=cuda.share(self.memory.pointer),
+            event_handles=[event.handle for event in self.events],
+            slot_bytes=slot_bytes,
+        )
         self._cuda = cuda
         self._newest = [0] * SLOTS
         self._worker = ThreadPoolExecutor(1, "staging")
@@ -165,11 +170,7 @@ class CudaIpcSource(Source):
             before.end()
         self._stagings[request.reader] = staging
         try:
-            yield pb.OpenStagingResponse(
-                memory_handle=self._cuda.share(staging.memory.pointer),
-                event_handles=[event.handle for event in staging.events],
-                slot_bytes=self._slot_bytes,
-            )
+            yield staging.lent
             await staging.ended.wait()
         finally:
             staging.end()
