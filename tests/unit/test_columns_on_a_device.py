@@ -50,8 +50,8 @@ OPTIMIZER = {"learning_rate": 1e-2, "eps": 1e-4}
 class OneRank:
     """An actor and a critic on one device, and the columns that they have returned."""
 
-    def __init__(self, directory: Path, log: Log | None = None) -> None:
-        """On the pretend device if its log is given, else on the CPU."""
+    def __init__(self, directory: Path, log: Log | None = None, **keys: Any) -> None:
+        """On the pretend device if its log is given, else on the CPU; with further keys of both tables."""
 
         def table(role: str) -> dict[str, Any]:
             return {
@@ -169,11 +169,8 @@ def pretend(process_group: None, tiny_llama_dir: Path) -> Iterator[tuple[OneRank
         ranks.close()
 
 
-def test_ppo_on_a_device_ends_with_the_numbers_of_the_cpu(
-    tiny_llama_dir: Path, pretend: tuple[OneRank, Log]
-) -> None:
-    on_device, _ = pretend
-    on_cpu = OneRank(tiny_llama_dir)
+def check_numbers(on_cpu: OneRank, on_device: OneRank) -> None:
+    """An iteration of PPO has the same numbers on both, and so has a generation with the new weights."""
     on_cpu.generate()
     for expected, measured in zip(on_cpu.iteration(), on_device.iteration(), strict=True):
         assert measured == pytest.approx(expected, rel=1e-4, abs=1e-5)
@@ -186,6 +183,7 @@ def test_ppo_on_a_device_ends_with_the_numbers_of_the_cpu(
         for name, x in other.engine.full_tensors():
             assert x.device == DEVICE
             np.testing.assert_allclose(np.array(x.tolist()), expected[name].detach(), rtol=1e-3, atol=1e-4)
+    on_cpu.close()
 
 
 MINI_BATCHES = SCHEDULE.epochs * SCHEDULE.mini_batches
@@ -202,8 +200,8 @@ BUDGETS = {
 """Copies of each call to the device and to the host, where all columns of floats are on the device."""
 
 
-def test_from_rollout_to_update_no_column_of_floats_leaves_the_device(pretend: tuple[OneRank, Log]) -> None:
-    ranks, log = pretend
+def check_budgets(ranks: OneRank, log: Log) -> None:
+    """No column of floats crosses between host and device, but for those of the host, and no copy is beyond BUDGETS."""
 
     def check(name: str, extra: int = 0) -> None:
         log.clear()
@@ -230,6 +228,30 @@ def test_from_rollout_to_update_no_column_of_floats_leaves_the_device(pretend: t
         check(name)
         assert len(log.waits) <= 2 * MINI_BATCHES, log.waits
     assert ranks.store.stat().host_copied_bytes == copied_bytes
+
+
+def test_ppo_on_a_device_ends_with_the_numbers_of_the_cpu(
+    tiny_llama_dir: Path, pretend: tuple[OneRank, Log]
+) -> None:
+    check_numbers(OneRank(tiny_llama_dir), pretend[0])
+
+
+def test_from_rollout_to_update_no_column_of_floats_leaves_the_device(pretend: tuple[OneRank, Log]) -> None:
+    check_budgets(*pretend)
+
+
+@pytest.mark.slow
+def test_so_it_is_with_engine_3d(process_group: None, tiny_llama_dir: Path) -> None:
+    keys = {"engine": "3d", "mesh": "1-1-1"}
+    with pretending() as log:
+        ranks = OneRank(tiny_llama_dir, log, **keys)
+        ranks.generate()
+        check_budgets(ranks, log)
+        ranks.close()
+        ranks = OneRank(tiny_llama_dir, log, **keys)
+        ranks.generate()
+        check_numbers(OneRank(tiny_llama_dir, **keys), ranks)
+        ranks.close()
 
 
 def test_a_generation_copies_token_ids_and_waits_once_per_token(pretend: tuple[OneRank, Log]) -> None:
