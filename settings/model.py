@@ -80,8 +80,9 @@ class ModelTable(ServiceTable):
     otherwise. Takes less memory and more communication; an actor generates with a copy of its weights."""
     zero: ZeroTable = ZeroTable()
     """For engine zero: its stage, and whether it offloads the optimizer."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type that the model is computed in."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type that the model is computed in. auto: bfloat16 on a GPU, float32 on a CPU; Describe says which. On a
+    GPU, matrix products of float32 are computed in TF32."""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of exported weights. Weights that learn are kept in float32 and exported as they are, or rounded
     once; weights that do not learn have no more precision than `dtype`."""

@@ -134,8 +134,9 @@ class RewardTable(ServiceTable):
     input: Literal["text", "tensor"] = "text"
     """For kind model: form of the rows that the model reads. text: tokenizes texts with its own tokenizer; tensor:
     reads the actor's token ids, and must have the actor's vocabulary."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """For kind model: data type that the model is computed in. Every rank holds the whole model."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """For kind model: data type that the model is computed in. auto: bfloat16 on a GPU, float32 on a CPU. Every rank
+    holds the whole model."""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
     """For kind model with an optimizer: data type of exported weights."""
     micro_batch_tokens: Positive = 16384

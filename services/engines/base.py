@@ -132,7 +132,7 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A copy of this rank's shards of weights and optimizer state, in host memory.
+    """A copy of this rank's shards of weights and optimizer state, on its device or in host memory.
 
     Attributes:
         num_steps: optimizer steps done.
@@ -199,8 +199,8 @@ class TrainEngine(ABC):
         Collective.
 
         Args:
-            table: table of the service. `table.dtype` is the type of computation; weights that are trained are kept
-                in float32 in any case.
+            table: table of the service. `implementation.compute_dtype` gives the type of computation; trained weights
+                are kept in float32 in any case.
             options: the engine's own options, of the type that its spec (`settings.engines.EngineSpec`) names.
             setup: loader of the model, mesh, device and optimizer.
 
@@ -272,7 +272,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def snapshot(self) -> Snapshot:
-        """Returns a copy of this rank's shards of weights and optimizer state in host memory, for `restore`."""
+        """Returns a copy of this rank's shards of weights and optimizer state, for `restore`; on the device, where that
+        has room for it."""
 
     @abstractmethod
     def restore(self, snapshot: Snapshot) -> None:

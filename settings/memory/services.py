@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from rlhf.errors import ConfigError
 from settings import meshes
@@ -44,6 +45,11 @@ def service_use(table: ServiceTable, *, on_gpu: bool, truncates: bool = False) -
             raise NotPredicted(f"role {table.role} is a plug-in")
 
 
+def _computed(dtype: str, on_gpu: bool) -> Literal["float32", "bfloat16"]:
+    """Returns the type that a service computes in, where its table says `dtype`."""
+    return "bfloat16" if dtype == "bfloat16" or (dtype == "auto" and on_gpu) else "float32"
+
+
 def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
     """Returns the use of a reward model: whole on every rank, and sharded by fsdp beside it where it learns."""
     if table.kind != "model" or table.model is None:
@@ -52,7 +58,7 @@ def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
         _shape(table.model, "score"),
         engine="whole" if table.optimizer is None else "fsdp",
         mesh=(1, 1, table.ranks),
-        dtype=table.dtype,
+        dtype=_computed(table.dtype, on_gpu),
         learns=table.optimizer is not None,
         packing=False,
         micro_batch_tokens=table.micro_batch_tokens,
@@ -80,7 +86,7 @@ def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
         shards_over_data=table.shards_over_data,
         zero_stage=table.zero.stage,
         offload_optimizer=table.zero.offload_optimizer,
-        dtype=table.dtype,
+        dtype=_computed(table.dtype, on_gpu),
         learns=table.keeps_state,
         adapters=None
         if lora is None
