@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import end_to_end_task as task
 from benchmarks import roofline
 from benchmarks.end_to_end_task import Sizes
-from benchmarks.generate import ARCHITECTURE, build_model
+from benchmarks.generate import SHAPE, build_model
 from benchmarks.ports import free_port
 from benchmarks.report import circumstances, console, json_option, write_json
 from benchmarks.turns import Player
@@ -241,15 +241,15 @@ def stage_work(algorithm: str, sizes: Sizes, ranks: int) -> dict[str, list[roofl
     prompts = rows // task.GROUP if algorithm == "grpo" else rows
     read, written = prompts * sizes.prompt_tokens + rows * sizes.new_tokens, rows * sizes.new_tokens
     together = task.TOKENS_TOGETHER
-    generation = roofline.generation_work(ARCHITECTURE, prompts, rows, sizes.prompt_tokens, sizes.new_tokens)
-    actor = roofline.update_work(ARCHITECTURE, read, rows, length, written, together)
+    generation = roofline.generation_work(SHAPE, prompts, rows, sizes.prompt_tokens, sizes.new_tokens)
+    actor = roofline.update_work(SHAPE, read, rows, length, written, together)
     if algorithm == "grpo":
         return {"generate_sequences": generation, "update_actor": actor}
     return {
         "generate_sequences": generation,
-        "compute_values": roofline.forward_work(ARCHITECTURE, read, rows, length, 0, together),
-        "compute_ref_log_prob": roofline.forward_work(ARCHITECTURE, read, rows, length, written, together),
-        "update_critic": roofline.update_work(ARCHITECTURE, read, rows, length, 0, together),
+        "compute_values": roofline.forward_work(SHAPE, read, rows, length, 0, together),
+        "compute_ref_log_prob": roofline.forward_work(SHAPE, read, rows, length, written, together),
+        "update_critic": roofline.update_work(SHAPE, read, rows, length, 0, together),
         "update_actor": actor,
     }
 

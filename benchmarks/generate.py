@@ -18,17 +18,15 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.generate_engines import ENGINES
-from benchmarks.model_flops import Architecture
 from benchmarks.report import circumstances, console, json_option, write_json
 from benchmarks.turns import Player
+from settings.memory.shape import ModelShape
 
 ANCHORS = {"hf": "plain transformers.generate", "vllm": "plain vllm.LLM"}
 LEAST_OF_PLAIN = 0.95
 
 
-ARCHITECTURE = Architecture(
-    hidden=256, intermediate=512, layers=4, heads=8, kv_heads=4, head_dim=32, vocabulary=1024
-)
+SHAPE = ModelShape("llama", 1024, hidden=256, intermediate=512, layers=4, heads=8, kv_heads=4, head_dim=32)
 
 
 def build_model(directory: Path) -> int:
@@ -36,13 +34,13 @@ def build_model(directory: Path) -> int:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=ARCHITECTURE.vocabulary,
-            hidden_size=ARCHITECTURE.hidden,
-            intermediate_size=ARCHITECTURE.intermediate,
-            num_hidden_layers=ARCHITECTURE.layers,
-            num_attention_heads=ARCHITECTURE.heads,
-            num_key_value_heads=ARCHITECTURE.kv_heads,
-            head_dim=ARCHITECTURE.head_dim,
+            vocab_size=SHAPE.vocabulary,
+            hidden_size=SHAPE.hidden,
+            intermediate_size=SHAPE.intermediate,
+            num_hidden_layers=SHAPE.layers,
+            num_attention_heads=SHAPE.heads,
+            num_key_value_heads=SHAPE.kv_heads,
+            head_dim=SHAPE.head_dim,
             max_position_embeddings=1024,
             eos_token_id=None,
         )

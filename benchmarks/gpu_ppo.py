@@ -26,17 +26,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks import end_to_end_task as task
 from benchmarks.end_to_end_task import Sizes
-from benchmarks.model_flops import PEAK_TFLOPS, Architecture, known_peak_tflops, training_flops
+from benchmarks.model_flops import PEAK_TFLOPS, known_peak_tflops, training_flops
 from benchmarks.ports import free_port
 from benchmarks.report import circumstances, console, json_option, write_json
 from controller.tracking.timeline import read_events
+from settings.memory.shape import ModelShape
 
-ARCHITECTURES = {
-    "1b": Architecture(
-        hidden=2048, intermediate=8192, layers=16, heads=16, kv_heads=8, head_dim=128, vocabulary=32000
+SHAPES = {
+    "1b": ModelShape(
+        "llama", 32000, hidden=2048, intermediate=8192, layers=16, heads=16, kv_heads=8, head_dim=128
     ),
-    "tiny": Architecture(
-        hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocabulary=1024
+    "tiny": ModelShape(
+        "llama", 1024, hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head_dim=16
     ),
 }
 UPDATES = {"update_actor": False, "update_critic": True}
@@ -76,7 +77,7 @@ class Setting:
         warm_up, iterations: Those that do not count, and those that do.
     """
 
-    architecture: Architecture
+    shape: ModelShape
     sizes: Sizes
     engine: str
     mini_batches: int
@@ -85,7 +86,7 @@ class Setting:
     iterations: int
 
 
-def build_model(directory: Path, model: Architecture, positions: int) -> int:
+def build_model(directory: Path, model: ModelShape, positions: int) -> int:
     """Writes a random Llama and its tokenizer; returns the number of parameters."""
     torch.manual_seed(0)
     llama = LlamaForCausalLM(
@@ -207,7 +208,7 @@ def utilisation(stage: StageTime, setting: Setting, peak: float) -> float | None
         return None
     sizes = setting.sizes
     flops = training_flops(
-        setting.architecture,
+        setting.shape,
         sizes.rows,
         sizes.prompt_tokens,
         sizes.new_tokens,
@@ -263,7 +264,7 @@ def bytes_by_transport(metrics: Iterable[Mapping[str, float]]) -> dict[str, int]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--size", default="1b", show_default=True, type=click.Choice(list(ARCHITECTURES)))
+@click.option("--size", default="1b", show_default=True, type=click.Choice(list(SHAPES)))
 @click.option("--engine", default="fsdp", show_default=True, type=click.Choice(["fsdp", "3d", "zero"]))
 @click.option("--rows", default=512, show_default=True, type=click.IntRange(1), help="Of an iteration.")
 @click.option("--prompt-tokens", default=256, show_default=True, type=click.IntRange(1))
@@ -310,7 +311,7 @@ def main(
         raise click.UsageError(f"{rows} rows are no {mini_batches} mini-batches of one size")
     before, on_gpu = circumstances(), torch.cuda.is_available()
     setting = Setting(
-        ARCHITECTURES[size],
+        SHAPES[size],
         Sizes(rows, prompt_tokens, new_tokens),
         engine,
         mini_batches,
@@ -321,7 +322,7 @@ def main(
     counted = range(warm_up + 1, warm_up + iterations + 1)
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        num_parameters = build_model(directory / "model", setting.architecture, prompt_tokens + new_tokens)
+        num_parameters = build_model(directory / "model", setting.shape, prompt_tokens + new_tokens)
         task.write_prompts(directory / "train.jsonl", (warm_up + iterations + 1) * rows, prompt_tokens)
         task.write_prompts(directory / "heldout.jsonl", 1, prompt_tokens)
         config = directory / "config.toml"

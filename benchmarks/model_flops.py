@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from settings.memory.shape import ModelShape
 
 PEAK_TFLOPS = {
     "B200": 2250.0,
@@ -15,32 +15,13 @@ PEAK_TFLOPS = {
 """Peak dense bfloat16 rates of NVIDIA's GPUs from the data sheets, by a part of their name; the first match counts."""
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """A model of the Llama family whose output layer is not its embedding."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-
-    @property
-    def layer_weights(self) -> int:
-        """Weights of the matrices of one layer."""
-        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
-        return attention + 3 * self.hidden * self.intermediate
-
-    @property
-    def output_weights(self) -> int:
-        """Weights of the output layer."""
-        return self.vocabulary * self.hidden
+def layer_weights(model: ModelShape) -> int:
+    """Returns the number of weights of the matrices of one layer."""
+    return sum(weight.numel for weight in model.layer if len(weight.shape) == 2)
 
 
 def training_flops(
-    model: Architecture, rows: int, prompt_tokens: int, new_tokens: int, *, is_critic: bool = False
+    model: ModelShape, rows: int, prompt_tokens: int, new_tokens: int, *, is_critic: bool = False
 ) -> float:
     """Operations that the model needs for one forward and backward pass over rows of one length. Recomputation, masked
     positions and products with vectors do not count.
@@ -50,10 +31,10 @@ def training_flops(
     output layer, which a critic lacks, is computed for response tokens only.
     """
     length = prompt_tokens + new_tokens
-    in_layers = rows * length * model.layer_weights
+    in_layers = rows * length * layer_weights(model)
     # Scores and weighted values, each a product of head_dim for every pair of tokens and every head.
     in_attention = rows * length * (length + 1) // 2 * 2 * model.heads * model.head_dim
-    at_output = 0 if is_critic else rows * new_tokens * model.output_weights
+    at_output = 0 if is_critic else rows * new_tokens * model.vocabulary * model.hidden
     return 6.0 * (model.layers * (in_layers + in_attention) + at_output)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.model_flops import Architecture
+from settings.memory.shape import ModelShape
 
 REPEATS = 7
 LEAST_S = 0.01
@@ -49,7 +49,7 @@ class MatmulWork:
 
 
 def update_work(
-    model: Architecture, tokens: int, rows: int, length: int, outputs: int, together: int
+    model: ModelShape, tokens: int, rows: int, length: int, outputs: int, together: int
 ) -> list[MatmulWork]:
     """One forward and one backward pass.
 
@@ -74,7 +74,7 @@ def update_work(
 
 
 def forward_work(
-    model: Architecture, tokens: int, rows: int, length: int, outputs: int, together: int
+    model: ModelShape, tokens: int, rows: int, length: int, outputs: int, together: int
 ) -> list[MatmulWork]:
     """One forward pass; arguments as of `update_work`."""
     work = [
@@ -90,7 +90,7 @@ def forward_work(
     return work + attention_work(model, rows, length, together)
 
 
-def attention_work(model: Architecture, rows: int, length: int, together: int) -> list[MatmulWork]:
+def attention_work(model: ModelShape, rows: int, length: int, together: int) -> list[MatmulWork]:
     """Scores and weighted values, of half of all pairs of tokens."""
     batch = max(1, min(rows, together // length)) * model.heads
     flops = 2.0 * rows * model.heads * model.layers * model.head_dim * length * (length + 1) / 2
@@ -100,7 +100,7 @@ def attention_work(model: Architecture, rows: int, length: int, together: int) -
 
 
 def generation_work(
-    model: Architecture, prompts: int, rows: int, prompt_tokens: int, new_tokens: int
+    model: ModelShape, prompts: int, rows: int, prompt_tokens: int, new_tokens: int
 ) -> list[MatmulWork]:
     """A pass over the distinct prompts, and a decoding step for each further token of every row."""
     work = forward_work(
@@ -121,7 +121,7 @@ def generation_work(
     return [*work, *(MatmulWork(shape, shape.flops * model.layers * steps) for shape in (scores, values))]
 
 
-def layer_products(model: Architecture) -> list[tuple[int, int, int]]:
+def layer_products(model: ModelShape) -> list[tuple[int, int, int]]:
     """(in, out, number) of the weights of one layer."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     found = [

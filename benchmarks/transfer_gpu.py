@@ -168,9 +168,20 @@ def _measure(cuda: Cuda, lender: Connection, nbytes: int, rounds: int, slot_byte
     source_buffer, target = DeviceBuffer(cuda, nbytes), DeviceBuffer(cuda, nbytes)
     lent = cuda.open(ask(lender, "share"))
 
+    def staged() -> DeviceBuffer:
+        """Reads the rows, which are in host memory there, into device memory here, by way of staging memory."""
+        buffer = DeviceBuffer(cuda, nbytes)
+        client = transport._clients.to(source)
+
+        def copy_piece(start: int, pointer: int, count: int) -> None:
+            cuda.copy(buffer.pointer + start, pointer, count)
+
+        client.read(source, ranges, copy_piece, time.monotonic() + TIMEOUT_S)
+        return buffer
+
     def receive() -> float:
         started = time.perf_counter()
-        received = transport.receive(source, ranges, time.monotonic() + TIMEOUT_S)
+        received = staged()
         cuda.synchronize()
         seconds = time.perf_counter() - started
         received.free()
@@ -193,7 +204,7 @@ def _measure(cuda: Cuda, lender: Connection, nbytes: int, rounds: int, slot_byte
         cuda.synchronize()
 
     try:
-        _check(cuda, transport.receive(source, ranges, time.monotonic() + TIMEOUT_S), nbytes)
+        _check(cuda, staged(), nbytes)
         seconds = in_turns(
             {
                 "receive_s": receive,

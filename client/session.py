@@ -12,6 +12,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from client.gate import Gate
 from rlhf.errors import DeadlineExceeded, InvalidRequest
 from rlhf.v1 import common_pb2
 
@@ -19,8 +20,16 @@ NEXT_START_NS = 1000
 """Smallest difference between the start times of two sessions, in nanoseconds, since ranks compare start times in
 microseconds."""
 MAX_UINT64 = 2**64 - 1
-MOVE_A_MODEL = ("begin_session", "save_checkpoint", "load_checkpoint", "verify_weights")
-"""Python names of the methods that write or read a whole model; their timeout is `Session.save_timeout_s`."""
+MOVE_A_MODEL = (
+    "begin_session",
+    "save_checkpoint",
+    "load_checkpoint",
+    "verify_weights",
+    "send_weights",
+    "load_weights",
+    "commit_weights",
+)
+"""Python names of the methods that write, read or move a whole model; their timeout is `Session.save_timeout_s`."""
 
 
 class StepContext:
@@ -29,14 +38,16 @@ class StepContext:
 
     Args:
         number: Number of the step, from 1; 0 stands for calls before the first step.
+        gate: Keeps calls of the step on what learns until a later step has generated. Default: none is kept.
 
     Attributes:
         noted: Metrics of the step by name, accumulated with `note`.
         has_ended: Whether the rows of the step were freed, after which no more calls are made in it.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, gate: Gate | None = None) -> None:
         self.number = number
+        self.gate = gate
         self.has_ended = False
         self.noted: dict[str, float] = {}
         self._ordinals: Counter[tuple[str, str]] = Counter()
@@ -137,15 +148,15 @@ class Session:
         `timeout_s`. `method` is its Python name, such as save_checkpoint."""
         return self.save_timeout_s if method in MOVE_A_MODEL else self.timeout_s
 
-    def begin_step(self, number: int) -> StepContext:
-        """Begins a step and returns it. Earlier steps may still be under way.
+    def begin_step(self, number: int, gate: Gate | None = None) -> StepContext:
+        """Begins a step and returns it. Earlier steps may still be under way. `gate`: as in `StepContext`.
 
         Raises:
             InvalidRequest: A step with this or a higher number has begun already.
         """
         if number <= self.newest.number:
             raise InvalidRequest(f"step {number} cannot begin: step {self.newest.number} has begun")
-        self.newest = StepContext(number)
+        self.newest = StepContext(number, gate)
         return self.newest
 
     def step_of(self, step: StepContext | None) -> StepContext:

@@ -1,25 +1,31 @@
-"""Estimates and checks before services start: arena memory of a step, and whether models fit their meshes."""
+"""Estimates and checks before services start: arena memory of a step, and whether models fit their meshes; and what the
+controller reads of models on the hub."""
 
 from __future__ import annotations
 
+import logging
 import math
 
 from controller.config.config import Config
+from rlhf.errors import ConfigError
 from rlhf.roles import find_role
 from settings.fit import check_model_fits
+from settings.hub import DESCRIPTION, fetch, hub_model
 from settings.model import ModelTable
 
 
 def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
     """Estimates the arena that services need per rank, in MiB by service: it must hold their columns of the largest
-    batch, that of a step or of an evaluation, with all responses of maximum length. Services of roles that keep no
-    columns of tokens are left out.
+    batch, that of a step or of an evaluation, and of `run.ahead` further steps, with all responses of maximum length.
+    Services of roles that keep no columns of tokens are left out.
 
     Args:
         config: Configuration of the run.
         prompt_tokens: Length of the longest prompt, in tokens.
     """
-    batch_rows = max(config.rows_per_step, config.run.evaluation_rows)
+    # Rows of the steps ahead are there beside the largest batch.
+    rows_ahead = config.run.ahead * config.rows_per_step
+    batch_rows = rows_ahead + max(config.rows_per_step, config.run.evaluation_rows)
     needed = {}
     for name, table in config.services.items():
         spec = find_role(table.role)
@@ -40,6 +46,18 @@ def arena_warnings(config: Config, prompt_tokens: int) -> list[str]:
         for name, needed in arena_mb_needed(config, prompt_tokens).items()
         if needed > config.services[name].arena_mb
     ]
+
+
+def fetch_descriptions(config: Config) -> None:
+    """Downloads the config and the tokenizer of models on the hub, which the controller reads, into this host's cache.
+    Where that fails, it is logged alone: as model directories, they may be on the hosts of the services only."""
+    for name, table in config.services.items():
+        model = table.model_directory
+        if model is not None and hub_model(model) is not None:
+            try:
+                fetch(model, f"services.{name}.model", config.run.connect_timeout_s, DESCRIPTION)
+            except ConfigError as error:
+                logging.warning("%s", error)
 
 
 def check_models(config: Config) -> None:

@@ -15,7 +15,7 @@ from controller.checkpoints.facts import check_config, check_contents, contents_
 from controller.checkpoints.resume_point import ResumePoint
 from controller.config.config import Config
 from controller.data.prompts import PromptData, TextData, load_data
-from controller.foresight import check_models
+from controller.foresight import check_models, fetch_descriptions
 from controller.identity import Identity
 from controller.tracking.contents import RUN_FILE, SUMMARY_FILE, read_json
 from controller.training.algorithm import Algorithm
@@ -122,8 +122,10 @@ class Plan:
 def _read(
     algorithm: Algorithm, config: Config, started_unix_ns: int
 ) -> tuple[tuple[PromptData, PromptData], TextData | None]:
-    """Checks the models of a configuration, and opens and checks its data. Returns the prompts, and the texts of
-    data.pretrain. Raises ConfigError where one of them cannot be used."""
+    """Fetches what the controller reads of models on the hub, checks the models of a configuration, and opens and
+    checks its data. Returns the prompts, and the texts of data.pretrain. Raises ConfigError where one of them cannot
+    be used."""
+    fetch_descriptions(config)
     check_models(config)
     data = load_data(config, algorithm.columns, started_unix_ns / 1e9)
     texts = config.data.pretrain

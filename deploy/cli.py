@@ -185,6 +185,8 @@ def check(
     """
     loaded = load(config, settings)
     names = service_names(loaded, only)
+    for name in names:
+        preflight.check_model(name, loaded.services[name])
     report = predict_memory(loaded, names, None if device_memory_gb is None else int(device_memory_gb * GB))
     if report.services:
         rows = next(iter(report.services.values())).rows

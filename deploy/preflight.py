@@ -10,6 +10,7 @@ from controller.config.config import Config
 from rlhf import addresses
 from rlhf.errors import ConfigError
 from settings.fit import check_model_fits
+from settings.hub import DESCRIPTION, fetch
 from settings.services import Service
 
 
@@ -59,9 +60,12 @@ def check_engines(name: str, table: Service) -> None:
 
 
 def check_model(name: str, table: Service) -> None:
-    """Raises ConfigError where the service's model directory does not exist, or has no config.json."""
-    model = table.model_directory
-    if model is None or (model / "config.json").is_file():
+    """Downloads the config and the tokenizer of a model on the hub. Raises ConfigError where that fails, and where the
+    service's model directory does not exist, or has no config.json."""
+    if table.model_directory is None:
+        return
+    model = fetch(table.model_directory, f"services.{name}.model", table.startup_timeout_s, DESCRIPTION)
+    if (model / "config.json").is_file():
         return
     relative = "" if model.is_absolute() else f" (relative to the working directory {Path.cwd()})"
     problem = f"directory {model} has no config.json" if model.is_dir() else f"there is no directory {model}"

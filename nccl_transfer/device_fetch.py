@@ -7,10 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from nccl_transfer.reach import Reach
+from nccl_transfer.choice import NoTransport, ReaderChoice
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.dtypes import CARRIERS
@@ -19,12 +20,12 @@ from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, ShardRun, Space
 from nccl_transfer.rows import FetchedRows
-from nccl_transfer.store.device_arrays import DeviceArray, PinnedBytes
+from nccl_transfer.store.device_arrays import DeviceArray, Pin, PinnedBytes
 from nccl_transfer.store.device_shards import DeviceShards
-from nccl_transfer.transports import Reading
-from nccl_transfer.transports.base import DEVICE_TO_DEVICE, NoRoute
+from nccl_transfer.transports import Reader, Reading
+from nccl_transfer.transports.base import DEVICE_TO_DEVICE
 from nccl_transfer.transports.common import layout
-from rlhf.errors import OutOfSpace, TransferError
+from rlhf.errors import OutOfSpace
 
 HostRead = Callable[[Endpoint, Sequence[ByteRange]], Reading]
 """Reads ranges of one rank into host memory, of shards on its GPU too."""
@@ -64,12 +65,12 @@ class DeviceReader:
 
     Args:
         device: The rank's shards on its GPU.
-        reach: Chooses the readers.
+        choice: Chooses the reader.
     """
 
-    def __init__(self, device: DeviceShards, reach: Reach) -> None:
+    def __init__(self, device: DeviceShards, choice: ReaderChoice) -> None:
         self._device = device
-        self._reach = reach
+        self._choice = choice
         self._has_warned = False
 
     def read(
@@ -111,25 +112,25 @@ class DeviceReader:
         self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float, count: Count
     ) -> Mapping[ByteRange, PinnedBytes | memoryview]:
         """Reads ranges from another rank's GPU; returns their bytes, or nothing where no reader could."""
+        if not ranges:
+            return {}
         offsets, total = layout(r.nbytes for r in ranges)
-        while ranges:
-            try:
-                reader = self._reach.find(source, DEVICE_TO_DEVICE)
-            except TransferError:
-                break  # by the host
-            start = time.perf_counter()
-            try:
-                memory = self._device.borrow(total)
-                reader.receive(source, ranges, memory, offsets, deadline)
-            except OutOfSpace as error:
-                self._warn(source, error)
-                break
-            except NoRoute as error:
-                self._reach.give_up(reader, source, error)
-                continue
-            count(reader.name, ranges, start)
-            return {r: PinnedBytes(memory, o, r.nbytes) for r, o in zip(ranges, offsets, strict=True)}
-        return {}
+
+        def receive(reader: Reader) -> Pin:
+            memory = self._device.borrow(total)
+            reader.receive(source, ranges, memory, offsets, deadline)
+            return memory
+
+        start = time.perf_counter()
+        try:
+            name, memory = self._choice.use(source, DEVICE_TO_DEVICE, receive)
+        except NoTransport:
+            return {}  # by the host
+        except OutOfSpace as error:
+            self._warn(source, error)
+            return {}
+        count(name, ranges, start)
+        return {r: PinnedBytes(memory, o, r.nbytes) for r, o in zip(ranges, offsets, strict=True)}
 
     def _warn(self, source: Endpoint, error: OutOfSpace) -> None:
         """Logs that an arena is full, once."""
@@ -148,7 +149,8 @@ class DeviceReader:
             placed: Their bytes, by the rank that holds them.
             own: Endpoint of this rank, whose bytes do not count as fetched.
         """
-        values, dtypes = dict(rows.values), dict(rows.dtypes)
+        values: dict[str, Any] = dict(rows.values)
+        dtypes = dict(rows.dtypes)
         for name, column in stays.columns.items():
             assert isinstance(column, RemoteColumn)
             values[name], dtypes[name] = self._column(column, placed), column.dtype

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from nccl_transfer.choice import ReaderChoice
 from nccl_transfer.device_fetch import DeviceReader, PlacedRanges, staying
-from nccl_transfer.reach import Reach
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.plans import Ranges, Relay, needed
 from nccl_transfer.refs.ranges import ByteRange
@@ -22,7 +22,6 @@ from nccl_transfer.rows import FetchedRows, ReadRanges, assemble
 from nccl_transfer.spill import Spiller
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import Reader, Reading, Traffic
-from nccl_transfer.transports.base import HOST_TO_HOST, NoRoute
 from nccl_transfer.transports.common import read_in_place
 from nccl_transfer.verification import ChecksumVerifier
 
@@ -36,8 +35,8 @@ class Fetcher:
 
     Args:
         host_id: Id of this process's host, from `transports.host_id()`.
-        readers: Readers of transports in order of preference; each rank is read by the first that reaches it. `close`
-            closes them.
+        readers: Readers of transports in order of preference; each rank is read by the first that reaches it and could
+            be set up with it (`ReaderChoice`). `close` closes them.
         store: This rank's own store, whose shards are read in place. Default: none; the process is a client only.
         max_sources: Maximum number of ranks that are read from in parallel.
     """
@@ -50,7 +49,7 @@ class Fetcher:
         max_sources: int = 16,
     ) -> None:
         self._host_id = host_id
-        self._readers = tuple(readers)
+        self._choice = ReaderChoice(host_id, readers)
         self._store = store
         self._board = RelayBoard(store) if store is not None else None
         self._taker = RelayTaker(memory_reader())
@@ -58,9 +57,8 @@ class Fetcher:
         self._traffic: dict[str, Traffic] = {}
         self._verifier = ChecksumVerifier(store)
         self._spiller = Spiller(store)
-        self._reach = Reach(host_id, readers)
         device = store.device if store is not None else None
-        self._device = DeviceReader(device, self._reach) if device is not None else None
+        self._device = DeviceReader(device, self._choice) if device is not None else None
         self._lock = threading.Lock()
 
     def fetch(
@@ -110,24 +108,46 @@ class Fetcher:
         rows = replace(assemble(others, read, self._own, writable), traffic=traffic)
         return rows if self._device is None else self._device.add(rows, stays, placed, self._own)
 
+    def read(self, wanted: ByteRange, deadline: float) -> Reading:
+        """Reads a range of a shard of another rank into host memory, and verifies its checksums; its memory may be
+        that of the other rank. Blocks until it is read.
+
+        Args:
+            wanted: The range, whole blocks if the shard has checksums; its `column` names it in errors.
+            deadline: Time at which the read fails, on the clock of `time.monotonic`, in seconds.
+
+        Raises:
+            RlhfError: As for `fetch`.
+        """
+        source = wanted.shard.endpoint
+        read = ReadRanges([wanted], self._read(source, [wanted], None, NO_RELAYS, deadline, {}))
+        self._verifier.verify({source: read})
+        return read.reading
+
     def check_adverts(self, adverts: Mapping[str, bytes]) -> None:
         """Checks the adverts of an endpoint that a client has passed on; those that no reader here uses are ignored.
 
         Raises:
             ValueError: An advert is none that its transport has; the text names the transport and says why.
         """
-        for reader in self._readers:
-            if reader.name in adverts:
-                try:
-                    reader.check_advert(adverts[reader.name])
-                except ValueError as error:
-                    raise ValueError(f"transport {reader.name}: {error}") from None
+        self._choice.check_adverts(adverts)
+
+    def failures(self) -> dict[str, str]:
+        """Returns why transports could not be set up with ranks that have them too, by name of the transport: of each
+        the newest failure, whose text names the rank."""
+        return self._choice.failures()
 
     @property
     def relays(self) -> RelayBoard:
         """Board of the shards that this rank has read for other ranks of its host. Requires a store."""
         assert self._board is not None, "a process without a store keeps no relayed shards"
         return self._board
+
+    def forget(self, source: Endpoint) -> None:
+        """Closes what is kept open to a rank whose rows no call names any more. Returns at once; a fetch from it that
+        is under way may fail, and a later one connects again."""
+        self._choice.forget(source)
+        self._taker.forget(source)
 
     def traffic(self) -> dict[str, Traffic]:
         """Returns the traffic of all fetches so far, by transport name; "relay" counts bytes that other ranks of this
@@ -137,8 +157,7 @@ class Fetcher:
 
     def close(self) -> None:
         """Closes the readers and cancels reads that have not begun. Rows that were fetched stay valid."""
-        for reader in self._readers:
-            reader.close()
+        self._choice.close()
         self._taker.close()
         self._spiller.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -228,15 +247,9 @@ class Fetcher:
         ranges = self._spiller.on_host(source, ranges, deadline)
         if self._store is not None and source == self._store.endpoint:
             return read_in_place(self._store.reader, ranges)
-        while True:
-            reader = self._reach.find(source, HOST_TO_HOST)
-            start = time.perf_counter()
-            try:
-                reading = reader.read(source, ranges, deadline)
-                break
-            except NoRoute as error:
-                self._reach.give_up(reader, source, error)
-        self._count(reader.name, ranges, start, traffic)
+        start = time.perf_counter()
+        name, reading = self._choice.read(source, ranges, deadline)
+        self._count(name, ranges, start, traffic)
         if keep is not None:
             self.relays.keep(keep, ranges, reading.views, relay_request)
         return reading

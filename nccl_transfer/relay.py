@@ -234,6 +234,12 @@ class RelayTaker:
         pieces = [ByteRange(shard, start, r.nbytes) for r, start in zip(ranges, starts, strict=False)]
         return self._memory.read(relay.reader, pieces, deadline)
 
+    def forget(self, reader: Endpoint) -> None:
+        """Closes what is kept open to a rank that no call names any more; as `Reader.forget`."""
+        with self._lock:
+            self._channels.pop(reader.address, None)  # its connection ends with the last call that uses it
+        self._memory.forget(reader)
+
     def close(self) -> None:
         """Closes all connections."""
         with self._lock:

@@ -15,11 +15,11 @@ from nccl_transfer.refs.plans import position
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, ShardRun
-from nccl_transfer.store.device_arrays import DeviceArray
 from nccl_transfer.transports import Reading, Traffic
 from rlhf.errors import TransferError
 
-Values = np.ndarray | Jagged[np.ndarray] | list[str] | DeviceArray | Jagged[DeviceArray]
+Values = np.ndarray | Jagged[np.ndarray] | list[str]
+"""Values of a column in host memory, as all are, unless the caller of a fetch has named columns for the GPU."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,10 @@ def mark_corrupt_response(store: TensorStore, request: pb.MarkCorruptRequest) ->
 
 
 def stat_response(
-    store: TensorStore, traffic: Mapping[str, Traffic], unavailable: Mapping[str, str] | None = None
+    store: TensorStore,
+    traffic: Mapping[str, Traffic],
+    unavailable: Mapping[str, str] | None = None,
+    failures: Mapping[str, str] | None = None,
 ) -> pb.StatResponse:
     """Builds the response of the Stat RPC.
 
@@ -33,6 +36,7 @@ def stat_response(
         store: Store of this rank.
         traffic: Traffic by transport, from `Fetcher.traffic`.
         unavailable: Reasons by transport, from `registry.unavailable`. Default: none.
+        failures: Reasons by transport, from `Fetcher.failures`. Default: none.
     """
     stat = store.stat()
     return pb.StatResponse(
@@ -46,6 +50,7 @@ def stat_response(
         device_used_bytes=stat.device_used_bytes,
         spilled_bytes=stat.spilled_bytes,
         host_copied_bytes=stat.host_copied_bytes,
+        failed_transports=failures or {},
     )
 
 

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from settings import meshes
-from settings.engines import (
-    ROLLOUT_ENGINES,
-    RolloutEngineName,
-    RolloutSpec,
-    Spec,
-    VllmTable,
-    check_keys,
-    check_options,
-    rollout_engine,
-)
+from settings.engines import Spec
+from settings.generation import GeneratingTable
 from settings.model import ModelTable, OptimizerTable
 from settings.strict import Positive, Strict
 
@@ -55,7 +46,7 @@ class LoraTable(Strict):
         return targets
 
 
-class ActorTable(ModelTable):
+class ActorTable(GeneratingTable, ModelTable):
     """Settings of the policy: the model that generates responses and is trained."""
 
     role: Literal["actor"]
@@ -70,16 +61,6 @@ class ActorTable(ModelTable):
     """For engine 3d: how ranks gather the weights that they generate with. hybridflow all-gathers only the missing
     shards, within a micro-DP group. hybridflow_v (all-gather over a model-parallel group) and gather_all (over all
     ranks, as DeepSpeed-Chat) hold the whole model on each rank, and are there for comparison."""
-    rollout_engine: RolloutEngineName = "hf"
-    """Engine that generates responses: hf is part of this package and runs anywhere; vllm is faster, and is installed
-    separately. Or a plug-in: the name of an entry point, or module:object; see docs/engines-of-your-own.md."""
-    rollout_options: dict[str, Any] = Field(default={}, validate_default=True)
-    """For a rollout engine that is a plug-in: its options."""
-    rollout_tokens: Positive = 65536
-    """For rollout engine hf: maximum number of tokens, padding included, in the batch that a rank generates, which
-    bounds the size of its KV cache."""
-    vllm: VllmTable = VllmTable()
-    """For rollout engine vllm: sizes of its KV cache and batches."""
     lora: LoraTable | None = None
     """For engine fsdp: low-rank adapters that learn in place of the model's weights. The actor without its adapters
     is then the reference policy, unless a service is named reference."""
@@ -95,11 +76,6 @@ class ActorTable(ModelTable):
         return self.data_ranks
 
     @property
-    def rollout_spec(self) -> RolloutSpec:
-        """Spec of the rollout engine."""
-        return rollout_engine(self.rollout_engine)
-
-    @property
     def engine_specs(self) -> dict[str, Spec]:
         """Specs of the engines that the service needs, by the key that names each: `engine` and `rollout_engine`."""
         return {**super().engine_specs, "rollout_engine": self.rollout_spec}
@@ -108,37 +84,11 @@ class ActorTable(ModelTable):
     def row_limits(self) -> dict[str, int]:
         """Limits on the tokens of a prompt and its response together, by the key that sets each:
         `micro_batch_tokens`, and the one of the rollout engine, such as `rollout_tokens` or `vllm.max_model_len`."""
-        limits, key = super().row_limits, self.rollout_spec.row_limit
-        most = _value(self, key) if key else 0
-        return {**limits, key: most} if most else limits
-
-    @property
-    def temperatures(self) -> tuple[float, float]:
-        """Lowest and highest sampling temperature that the rollout engine allows."""
-        return self.rollout_spec.temperatures
-
-    @field_validator("rollout_options")
-    @classmethod
-    def _check_rollout_options(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        engine = info.data.get("rollout_engine")
-        return (
-            options if engine is None else check_options(rollout_engine(engine), "rollout_options", options)
-        )
+        return {**super().row_limits, **self.rollout_limits}
 
     @model_validator(mode="after")
-    def _check_rollout(self) -> Self:
-        spec = self.rollout_spec
-        check_keys(self, "rollout_engine", spec, ROLLOUT_ENGINES)
+    def _check_meshes(self) -> Self:
         if self.generation_mesh:
             meshes.check_generation(self.generation_mesh, self.mesh)
-        if self.mesh and not spec.takes_shards:
-            meshes.check_alone(self.rollout_engine, self.mesh, self.generation_mesh)
-        spec.check_model(self.mesh, self.generation_mesh, meshes.NO_SHAPE)
+        self.check_generation_fits(self.mesh, self.generation_mesh)
         return self
-
-
-def _value(table: ActorTable, key: str) -> int:
-    """Returns the value of a key such as "rollout_tokens" or "vllm.max_model_len"."""
-    first, _, rest = key.partition(".")
-    found = getattr(table, first)
-    return found if not rest else found[rest] if isinstance(found, dict) else attrgetter(rest)(found)

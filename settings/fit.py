@@ -10,6 +10,7 @@ from rlhf.errors import ConfigError
 from settings import meshes
 from settings.actor import ActorTable
 from settings.model import ModelTable
+from settings.rollout import RolloutServiceTable
 from settings.service import ServiceTable
 
 
@@ -25,14 +26,16 @@ def check_model_fits(name: str, table: ServiceTable) -> None:
         ConfigError: The model cannot be divided over `mesh`, or the rollout engine cannot generate with it. The text
             says why and, for `mesh`, lists the nearest meshes that fit.
     """
-    if not isinstance(table, ModelTable):
+    if not isinstance(table, ModelTable | RolloutServiceTable):
         return
-    shape = read_shape(table.model)
+    shape = read_shape(table.model_directory)
     try:
         if table.mesh:
             meshes.check(table.mesh, table.ranks, shape)
         if isinstance(table, ActorTable):
-            table.rollout_spec.check_model(table.mesh, table.generation_mesh, shape)
+            table.check_generation_fits(table.mesh, table.generation_mesh, shape)
+        elif isinstance(table, RolloutServiceTable):
+            table.check_generation_fits(table.mesh, "", shape)
     except ValueError as error:
         raise ConfigError(f"services.{name}: {error}") from None
 

@@ -18,6 +18,7 @@ from settings.engines import (
     check_options,
     training_engine,
 )
+from settings.hub import local_directory
 from settings.service import ServiceTable
 from settings.strict import Positive, Strict
 
@@ -61,11 +62,30 @@ class OptimizerTable(Strict):
         return self
 
 
-class ModelTable(ServiceTable):
-    """Settings common to services with a model."""
+class LoadedModelTable(ServiceTable):
+    """Settings common to services that compute with a model of a Hugging Face directory."""
 
     model: Path
-    """Hugging Face directory of the model and its tokenizer."""
+    """Hugging Face directory of the model and its tokenizer; or, where there is no such directory, a
+    model on the Hugging Face hub, as owner/name or owner/name@revision (docs/models.md)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type that the model is computed in. auto: bfloat16 on a GPU, float32 on a CPU; Describe says which. On a
+    GPU, matrix products of float32 are computed in TF32."""
+
+    @property
+    def model_directory(self) -> Path:
+        """Directory of the model that the service loads: `model`, or its copy in the hub's cache (`settings.hub`)."""
+        return local_directory(self.model)
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether the ranks use torch; here always true, since the service has a model."""
+        return True
+
+
+class ModelTable(LoadedModelTable):
+    """Settings common to services whose model is in a training engine."""
+
     engine: TrainingEngineName = "fsdp"
     """Training engine: fsdp shards every weight over all ranks (FSDP2); 3d uses pipeline, tensor and data parallelism
     as `mesh` says; zero is DeepSpeed ZeRO, which the extra `deepspeed` installs. Or a plug-in: the name of an entry
@@ -80,9 +100,6 @@ class ModelTable(ServiceTable):
     otherwise. Takes less memory and more communication; an actor generates with a copy of its weights."""
     zero: ZeroTable = ZeroTable()
     """For engine zero: its stage, and whether it offloads the optimizer."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type that the model is computed in. auto: bfloat16 on a GPU, float32 on a CPU; Describe says which. On a
-    GPU, matrix products of float32 are computed in TF32."""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of exported weights. Weights that learn are kept in float32 and exported as they are, or rounded
     once; weights that do not learn have no more precision than `dtype`."""
@@ -102,16 +119,6 @@ class ModelTable(ServiceTable):
         """Number of data-parallel ranks that the rows of an update are divided over: d of `mesh`, or `ranks` without
         a mesh."""
         return meshes.parse(self.mesh)[2] if self.mesh else self.ranks
-
-    @property
-    def model_directory(self) -> Path:
-        """Directory of the model that the service loads: `model`."""
-        return self.model
-
-    @property
-    def needs_torch(self) -> bool:
-        """Whether the ranks use torch; here always true, since the service has a model."""
-        return True
 
     @property
     def row_limits(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from settings.hub import local_directory
 from settings.model import OptimizerTable
 from settings.service import ServiceTable
 from settings.strict import Positive, Strict
@@ -130,13 +131,16 @@ class RewardTable(ServiceTable):
     """For kind function with processes: time limit of one row, or of one group for a function that scores groups, in
     seconds. math also limits the CPU time of a response to 2 s."""
     model: Path | None = None
-    """For kind model: Hugging Face directory of the model and its tokenizer."""
+    """For kind model: Hugging Face directory of the model and its tokenizer; or, where there is no such directory, a
+    model on the Hugging Face hub, as owner/name or owner/name@revision (docs/models.md)."""
     input: Literal["text", "tensor"] = "text"
     """For kind model: form of the rows that the model reads. text: tokenizes texts with its own tokenizer; tensor:
     reads the actor's token ids, and must have the actor's vocabulary."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """For kind model: data type that the model is computed in. auto: bfloat16 on a GPU, float32 on a CPU. Every rank
-    holds the whole model."""
+    """For kind model: data type that the model is computed in. auto: bfloat16 on a GPU, float32 on a CPU."""
+    sharded: bool = False
+    """For kind model: shards every weight over all ranks (engine fsdp), which then score together. false: each rank has
+    the whole model and scores by itself; of a model that learns it has a copy, beside the shards that are trained."""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
     """For kind model with an optimizer: data type of exported weights."""
     micro_batch_tokens: Positive = 16384
@@ -152,8 +156,9 @@ class RewardTable(ServiceTable):
 
     @property
     def model_directory(self) -> Path | None:
-        """Directory of the model that the service loads: `model` for kind model, None for other kinds."""
-        return self.model if self.kind == "model" else None
+        """Directory of the model that the service loads: `model` for kind model, or its copy in the hub's cache
+        (`settings.hub`); None for other kinds."""
+        return local_directory(self.model) if self.kind == "model" and self.model is not None else None
 
     @property
     def needs_torch(self) -> bool:

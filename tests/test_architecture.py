@@ -102,10 +102,10 @@ def test_a_room_imports_only_what_it_may(room: str) -> None:
 
 @pytest.mark.parametrize("role", BUILT_IN)
 def test_roles_do_not_import_each_other(role: str) -> None:
-    others = {f"services.{other}" for other in BUILT_IN if other != role}
+    others = {package(other) for other in BUILT_IN if other != role}
     wrong = [
         f"{path.name} imports {module}"
-        for path in sources(f"services/{role}")
+        for path in sources(package(role).replace(".", "/"))
         for module in imports(path)
         if is_within(module, others)
     ]
@@ -119,23 +119,33 @@ def test_is_imported_where_torch_cannot_be(module: str) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+def package(role: str) -> str:
+    """The package that serves a role, such as services.actor."""
+    return BUILT_IN[role].worker.partition(":")[0].rpartition(".")[0]
+
+
 def worker_class(role: str) -> type[Worker]:
-    return getattr(importlib.import_module(f"services.{role}.worker"), f"{role.capitalize()}Worker")
+    return getattr(importlib.import_module(f"{package(role)}.worker"), f"{role.capitalize()}Worker")
+
+
+def paths_of(role: str) -> set[str]:
+    return {method.path for method in group_methods(role).values()}
 
 
 @pytest.mark.parametrize("role", BUILT_IN)
 def test_every_method_of_a_proto_is_registered_with_the_protocol_it_declares(role: str) -> None:
     methods = registered_methods(worker_class(role))
-    assert methods.keys() == group_methods(role).keys()
+    declared = {path for each in (role, *worker_class(role).also_serves) for path in paths_of(each)}
+    assert methods.keys() == declared
     for method, registration in methods.values():
         assert method.spec is not None
         assert registration.protocol == method.spec.transfer_protocol
 
 
-def test_an_actor_with_adapters_has_the_methods_of_both_its_roles() -> None:
+def test_an_actor_with_adapters_has_the_methods_of_all_its_roles() -> None:
     worker = importlib.import_module("services.actor.lora").LoRAActorWorker
-    both = group_methods("actor") | group_methods("reference")
-    assert registered_methods(worker).keys() == both.keys()
+    roles = ("actor", "rollout", "reference")
+    assert registered_methods(worker).keys() == {path for role in roles for path in paths_of(role)}
 
 
 def test_no_pickle_of_ours() -> None:

@@ -15,6 +15,7 @@ from controller.advantage.lengths import overlong_penalty
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.deferral import future_columns
 from controller.training.rewards import Reward
 from controller.training.roles import Actor
 from controller.training.run import Run
@@ -158,6 +159,7 @@ def rows_to_learn_from(scores: np.ndarray, group: np.ndarray, most: int) -> np.n
     return rows[np.isin(group[rows], np.unique(group[rows])[:most])]
 
 
+@future_columns("advantages")
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, options: DAPOOptions) -> FutureBatch:
     """Computes column "advantages" of a batch from its rewards, the lengths of its responses and their groups; see
     `dapo_advantage`. Adds metrics to `step`."""

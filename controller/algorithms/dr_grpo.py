@@ -7,6 +7,7 @@ from __future__ import annotations
 from controller.advantage.groups import group_advantage
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.deferral import future_columns
 from controller.training.run import Run
 from controller.training.step import Step
 
@@ -29,6 +30,7 @@ def dr_grpo(run: Run) -> None:
         step.finish(batch, actor.update_actor(batch))
 
 
+@future_columns("advantages")
 def compute_advantage(run: Run, step: Step, batch: FutureBatch) -> FutureBatch:
     """Computes column "advantages" of a batch: the reward of each response minus the mean of its group. Adds metrics to
     `step`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from controller.advantage.groups import group_advantage
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.deferral import future_columns
 from controller.training.run import Run
 from controller.training.step import Step
 
@@ -32,6 +33,7 @@ def grpo(run: Run) -> None:
         step.finish(batch, actor.update_actor(batch))
 
 
+@future_columns("advantages")
 def compute_advantage(run: Run, step: Step, batch: FutureBatch) -> FutureBatch:
     """Computes column "advantages" of a batch: (s - mean) / (std + 1e-6), for the reward s of each response and mean
     and standard deviation of its group. Adds metrics to `step`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from controller.advantage import KlController, kl_controller, ppo_advantage, steer
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.deferral import future_columns
 from controller.training.run import Run
 from controller.training.step import Step
 
@@ -28,6 +29,7 @@ def ppo(run: Run) -> None:
         step.finish(batch, critic.update_critic(batch), actor.update_actor(batch))
 
 
+@future_columns("advantages", "returns")
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
     """Computes columns "advantages" and "returns" of a batch from its rewards, values and log-probabilities, the only
     columns that the controller reads. Then adds metrics to `step`, and updates `kl` for the next step."""

@@ -24,6 +24,7 @@ from controller.advantage.groups import centred
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.deferral import future_columns
 from controller.training.run import Run
 from controller.training.step import Step
 from rlhf.errors import ConfigError
@@ -68,6 +69,7 @@ def reinforce_pp(run: Run, options: ReinforcePPOptions) -> None:
         step.finish(batch, actor.update_actor(batch))
 
 
+@future_columns("advantages")
 def compute_advantage(
     run: Run, step: Step, batch: FutureBatch, kl: KlController, options: ReinforcePPOptions
 ) -> FutureBatch:

@@ -20,6 +20,7 @@ from controller.advantage import (
 from controller.advantage.columns import advantage_metrics, float64, make_column, mean
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.deferral import future_columns
 from controller.training.run import Run
 from controller.training.step import Step
 
@@ -41,6 +42,7 @@ def remax(run: Run) -> None:
         step.finish(batch, actor.update_actor(batch))
 
 
+@future_columns("advantages")
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
     """Computes column "advantages" from columns rewards, baselines (the rewards of the greedy responses), log_probs
     and ref_log_probs. Then adds metrics to `step`, and updates `kl` for the next step."""

@@ -18,6 +18,7 @@ from controller.advantage.columns import advantage_metrics, row_sums
 from controller.advantage.groups import group_metrics, leave_one_out
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.deferral import future_columns
 from controller.training.run import Run
 from controller.training.step import Step
 
@@ -41,6 +42,7 @@ def rloo(run: Run) -> None:
         step.finish(batch, actor.update_actor(batch))
 
 
+@future_columns("advantages")
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
     """Computes column "advantages" of a batch from its rewards, log-probabilities and groups. Then adds metrics to
     `step`, and updates `kl` for the next step."""

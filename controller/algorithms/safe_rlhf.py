@@ -13,6 +13,7 @@ from controller.advantage.safe import Multiplier, safe_advantage
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.deferral import future_columns
 from controller.training.run import Run
 from controller.training.step import Step
 from rlhf.errors import ConfigError
@@ -97,6 +98,7 @@ def safe_rlhf(run: Run, options: SafeRLHFOptions) -> None:
         )
 
 
+@future_columns("advantages", "returns", "cost_returns")
 def compute_advantage(
     run: Run,
     step: Step,

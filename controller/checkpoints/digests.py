@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from settings.hub import commit_of
+
 CHUNK_BYTES = 1 << 20
 FINGERPRINTED_WHOLE_BYTES = 64 << 20
 """Size in bytes up to which a fingerprint reads a whole file; of a larger one it reads `NUM_CHUNKS` chunks."""
@@ -55,8 +57,10 @@ def fingerprint(paths: Iterable[Path]) -> str:
 
 
 def model_fingerprint(directory: Path) -> str:
-    """Returns the `fingerprint` of the files of a model directory; empty where this host cannot read it, as where it
-    is on the hosts of the ranks alone."""
+    """Returns the `fingerprint` of the files of a model directory, or the commit of a model on the hub; empty where
+    this host cannot read it, as where it is on the hosts of the ranks alone."""
+    if commit := commit_of(directory):
+        return commit
     try:
         return fingerprint(path for path in directory.iterdir() if path.is_file())
     except OSError:

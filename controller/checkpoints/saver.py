@@ -4,7 +4,6 @@ and its journal after every step."""
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
@@ -15,7 +14,7 @@ from controller.checkpoints.retention import to_remove
 from controller.checkpoints.store import CheckpointStore
 from controller.checkpoints.termination import Termination
 from controller.config.checkpoint import CheckpointTable
-from controller.role_groups.futures import results
+from controller.role_groups.futures import on_thread, results
 from controller.role_groups.group import RoleGroup
 from controller.tracking.marks import Mark
 from controller.tracking.run_directory import json_text, writing
@@ -85,9 +84,10 @@ class Checkpointer:
         *,
         known: Collection[str],
         is_last: bool,
+        is_cut: bool = True,
     ) -> None:
         """Writes the journal, and begins the checkpoint of a step if it is due or SIGTERM has come; the next steps may
-        run while that is written. No call may be under way.
+        run while that is written. No call may be under way that changes a service.
 
         Args:
             step: Number of the step.
@@ -95,6 +95,8 @@ class Checkpointer:
             state: Function that returns the state of the run after the step, as JSON values.
             known: Names of all metrics that the run has had so far.
             is_last: Whether this is the last step of the run.
+            is_cut: Whether nothing of a later step is under way. Without it, the run could not go on from the step with
+                the same results, so the journal is not written.
 
         Raises:
             ConfigError: No metric is named `checkpoint.best`.
@@ -111,9 +113,10 @@ class Checkpointer:
         if self._writing.done():
             self._writing.result()
         content = content_of(step, state(), self._mark(), self._states())
-        self._journal.write(content)
         # Read once: a request that comes after this has its checkpoint after the next step.
         is_requested = self._termination.is_requested
+        if is_cut or is_requested:
+            self._journal.write(content)
         if self.is_due(step, is_last=is_last) or is_requested:
             self._save(content, metrics)
         if is_requested:
@@ -159,7 +162,7 @@ class Checkpointer:
             raise
         text = json_text({**content, "facts": self._facts}, indent=1) + "\n"
         value = metrics.get(self._table.best)
-        self._writing = _on_thread(lambda: self._complete(step, text, value))
+        self._writing = on_thread(lambda: self._complete(step, text, value), "checkpoint")
 
     def _complete(self, step: int, state: str, value: float | None) -> None:
         """Waits until all services have written their files, and commits the checkpoint; then removes those that are
@@ -184,19 +187,3 @@ class Checkpointer:
             self._store.remove(old)
             self._commits = [each for each in self._commits if each.step != old]
         self._say(f"checkpoint: {self._store.place(step)}")
-
-
-def _on_thread(work: Callable[[], None]) -> Future[None]:
-    """Calls a function on a thread that does not keep the process from ending; returns a future of its end."""
-    ended: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised where the future is read
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return ended

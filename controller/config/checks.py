@@ -155,3 +155,26 @@ def check_best(checkpoint: CheckpointTable, run: RunTable) -> None:
             f"checkpoint.best: no step up to run.steps, {run.steps}, has both an evaluation (run.evaluate_every "
             f"{run.evaluate_every}) and a checkpoint (checkpoint.every {checkpoint.every})"
         )
+
+
+def check_ahead(run: RunTable, algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
+    """Raises ValueError where steps overlap (`run.ahead`), and the update would not know the policy that it clips
+    around or the one that generated the rows: log-probabilities are not recomputed, or top_k or top_p truncate
+    sampling; or where `max_log_prob_drift` would compare two versions of the policy."""
+    if not run.ahead:
+        return
+    if not algorithm.recompute_log_probs:
+        raise ValueError(
+            f"algorithm.recompute_log_probs: must be true with run.ahead {run.ahead}: the rollout's log-probabilities "
+            "are those of older weights than the update begins with"
+        )
+    if rollout.truncates:
+        raise ValueError(
+            f"run.ahead: {run.ahead} does not go with rollout.top_k or rollout.top_p: the rollout's log-probabilities "
+            "are those of the truncated distribution, so that the update could not be corrected for older weights"
+        )
+    if algorithm.max_log_prob_drift:
+        raise ValueError(
+            f"algorithm.max_log_prob_drift: must be 0 with run.ahead {run.ahead}: the log-probabilities of rollout and "
+            "training are those of different weights"
+        )

@@ -104,6 +104,7 @@ class Config(Strict):
         checks.check_sampling(self.rollout, self.services)
         checks.check_truncation(self.algorithm, self.rollout)
         checks.check_best(self.checkpoint, self.run)
+        checks.check_ahead(self.run, self.algorithm, self.rollout)
         return self
 
 

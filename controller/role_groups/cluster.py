@@ -30,7 +30,7 @@ from controller.role_groups.roles import group_type
 from controller.role_groups.watch import StatusWatch
 from rlhf.access import Access
 from rlhf.contract import role_methods
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import worker_pb2
 
 CLOSE_S = 5.0
@@ -156,6 +156,22 @@ class Cluster:
         self._load(restoration.choose(held))
         self._introduce(list(ours.values()))
 
+    def reconnect(self, name: str, say: Callable[[str], None] = lambda line: None) -> RoleGroup:
+        """Connects to service `name`, which was restarted and has no state of the run, begins the session on it, and
+        introduces it to the ranks of all others; other arguments and errors as for `connect`. Returns its new role
+        group, which is in `groups` from now on. Raises InvalidRequest if the restart has lost state of the run."""
+        table, old = self.config.services[name], self.group(name)
+        if table.keeps_state:
+            raise InvalidRequest(
+                f"services.{name}: its state is lost with its processes; resume the run instead"
+            )
+        found = self._loop.run(self._found_again(old, say), self.config.run.connect_timeout_s + CLOSE_S)
+        check_tables({name: found}, self.config.services)
+        results(found.begin_session(keep_weights=False).calls)
+        self.groups[name] = found
+        self._introduce(list(self._ours.values()))
+        return found
+
     def state_ids(self) -> dict[str, str]:
         """Returns the id of the state that each service has had after its last call, by name, without those that report
         none; see `FanOut`."""
@@ -257,19 +273,18 @@ class Cluster:
         for group in self._ours.values():
             self._watch.begin(group.clients)
 
+    async def _found_again(self, old: RoleGroup, say: Callable[[str], None]) -> RoleGroup:
+        """Returns a new group of a restarted service, with clients of its own, and closes those of the old one."""
+        name = old.name
+        alone = self.config.model_copy(update={"services": {name: self.config.services[name]}})
+        found = self._group(name, (await Discovery(alone, say).find_all())[name])
+        self._watch.end([name])
+        self._watch.begin(found.clients)
+        await asyncio.gather(*(client.close() for client in old.clients))
+        return found
+
     def _group(self, name: str, description: worker_pb2.DescribeResponse) -> RoleGroup:
-        is_ours = bool(description.epoch)
-        clients = [
-            RankClient(
-                name,
-                rank,
-                info.endpoint.address,
-                is_ours=is_ours,
-                access=Access.ADMINISTER if is_ours else Access.CALL,
-                session=self.session.name if description.dispatches else "",
-            )
-            for rank, info in enumerate(description.ranks)
-        ]
+        clients = _clients(name, description, self.session.name)
         kind, devices = group_type(description.role), self.config.devices(name)
         return kind(
             FanOut(clients, description.epoch),
@@ -278,6 +293,7 @@ class Cluster:
             self.session,
             self._placement,
             self._loop,
+            learns=self.config.services[name].keeps_state,
         )
 
     def _second_role(self, role: str, host: str) -> RoleGroup:
@@ -304,6 +320,22 @@ class Cluster:
         ends = (client.call(WORKER["EndSession"], request, CLOSE_S) for client in clients)
         await asyncio.gather(*ends, return_exceptions=True)
         await asyncio.gather(*(client.close() for client in clients))
+
+
+def _clients(name: str, description: worker_pb2.DescribeResponse, session: str) -> list[RankClient]:
+    """Returns a client of each rank of a service, in rank order."""
+    is_ours = bool(description.epoch)
+    return [
+        RankClient(
+            name,
+            rank,
+            info.endpoint.address,
+            is_ours=is_ours,
+            access=Access.ADMINISTER if is_ours else Access.CALL,
+            session=session if description.dispatches else "",
+        )
+        for rank, info in enumerate(description.ranks)
+    ]
 
 
 def spare_garbage_collector() -> None:

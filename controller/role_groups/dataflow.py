@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from client.session import StepContext
-from controller.role_groups.futures import all_of, resolved, results, then
+from controller.role_groups.futures import all_of, is_late, resolved, results, then
 from nccl_transfer.refs.batch import Batch, Column, concat_columns
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest
@@ -141,17 +141,24 @@ class FutureBatch:
         """Waits for the named columns and returns them as a resolved batch. Raises InvalidRequest where one is missing,
         the error of a call that failed, or DeadlineExceeded after `timeout_s` seconds (None: no limit)."""
         wanted = {name: self[name] for name in names}
+        self._reach(wanted.values())
         return Batch(self.rows, dict(zip(wanted, results(list(wanted.values()), timeout_s), strict=True)))
 
     def records(self, timeout_s: float | None = None) -> list[CallRecord]:
         """Waits for all calls and returns their records, in the order of `calls`. Raises the error of a call that
         failed, or DeadlineExceeded after `timeout_s` seconds (None: no limit)."""
+        self._reach(self.calls)
         return results(self.calls, timeout_s)
 
     def metrics(self, timeout_s: float | None = None) -> dict[str, float]:
         """Waits for all calls and returns each of their metrics by name, as the mean over the calls that have it.
         Raises the error of a call that failed, or DeadlineExceeded after `timeout_s` seconds (None: no limit)."""
         return mean_metrics(self.records(timeout_s))
+
+    def _reach(self, awaited: Iterable[Future[Any]]) -> None:
+        """Begins what the wait for these futures needs, as far as the gate of the step keeps it."""
+        if self.step and self.step.gate:
+            self.step.gate.reached(needs_kept=is_late(awaited))
 
 
 def mean_metrics(records: Sequence[CallRecord]) -> dict[str, float]:

@@ -58,11 +58,55 @@ def resolved(value: T) -> Future[T]:
     return future
 
 
-def promise() -> Future[Any]:
+class Promise(Future[T]):
+    """Pending future for its maker to resolve; `Future.cancel` has no effect on it.
+
+    Attributes:
+        is_late: Whether a call makes the result that is kept back while a later step generates; see `Gate`.
+    """
+
+    def __init__(self, *, is_late: bool = False) -> None:
+        super().__init__()
+        self.is_late = is_late
+        self.set_running_or_notify_cancel()
+
+
+def promise() -> Promise[Any]:
     """Returns a pending future for the caller to resolve; `Future.cancel` has no effect on it."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
+    return Promise()
+
+
+def is_late(futures: Iterable[Future[Any]]) -> bool:
+    """Whether one of the futures, or one that it was made from by `then` or `all_of`, is a late `Promise`. Does not
+    depend on which futures are resolved."""
+    return any(isinstance(future, Promise) and future.is_late for future in futures)
+
+
+def pass_on(source: Future[T], target: Future[T]) -> None:
+    """Returns without waiting; `target` gets the result or the exception of `source`."""
+
+    def settle(done: Future[T]) -> None:
+        try:
+            target.set_result(done.result())
+        except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
+            target.set_exception(error)
+
+    source.add_done_callback(settle)
+
+
+def on_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Calls a function on a thread of this name, which does not keep the process from ending; returns a future of its
+    result."""
+    ended: Future[T] = Future()
+
+    def execute() -> None:
+        try:
+            ended.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the future is read
+            ended.set_exception(error)
+
+    threading.Thread(target=execute, name=name, daemon=True).start()
+    return ended
 
 
 async def awaited(futures: Iterable[Future[T]]) -> list[T]:
@@ -88,42 +132,46 @@ async def _resolution(future: Future[T]) -> T:
 def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:
     """Returns a future of `function(result)`, where `result` is that of `future`; `function` is called on the thread
     that resolves `future`. An exception of `future` or of `function` becomes that of the returned future."""
-    following = promise()
+    following: Promise[Any] = Promise(is_late=is_late([future]))
 
-    def pass_on(done: Future[T]) -> None:
+    def apply(done: Future[T]) -> None:
         try:
             following.set_result(function(done.result()))
         except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
             following.set_exception(error)
 
-    future.add_done_callback(pass_on)
+    future.add_done_callback(apply)
     return following
 
 
 def all_of(futures: Sequence[Future[T]]) -> Future[list[T]]:
     """Returns a future of the results of all futures, in order, which is resolved when all are done. If
     futures fail, its exception is that of the first failed one in the order of `futures`."""
-    together = promise()
-    _gather(list(futures), [], [], together)
+    together: Promise[Any] = Promise(is_late=is_late(futures))
+    _gather(deque(futures), [], [], together)
     return together
 
 
 def _gather(
-    left: list[Future[T]], values: list[T], errors: list[BaseException], together: Future[list[T]]
+    left: deque[Future[T]], values: list[T], errors: list[BaseException], together: Future[list[T]]
 ) -> None:
-    """Adds the results of the futures `left`, in order, to `values` or to `errors`, and resolves `together` when all
+    """Moves the results of the futures `left`, in order, to `values` or to `errors`, and resolves `together` when all
     are there. Returns without waiting."""
-    while left and left[0].done():
-        first, *left = left
+
+    def go_on(done: Future[T]) -> None:
+        left.appendleft(done)
+        _gather(left, values, errors, together)
+
+    while left:
+        first = left.popleft()  # a future keeps its callbacks, so they must not refer to it
+        if not first.done():
+            first.add_done_callback(go_on)
+            return
         try:
             values.append(first.result())
         except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
             errors.append(error)
-    if left:
-        # A future keeps its callbacks, so they must not refer to it.
-        first, *others = left
-        first.add_done_callback(lambda done: _gather([done, *others], values, errors, together))
-    elif errors:
+    if errors:
         together.set_exception(errors[0])
     else:
         together.set_result(values)
@@ -132,13 +180,17 @@ def _gather(
 def resolve_after(before: Sequence[Future[Any]], future: Future[None]) -> None:
     """Returns without waiting; `future` is resolved to None as soon as all futures in `before` are done, with a result
     or an error."""
-    left = [other for other in before if not other.done()]
-    if left:
-        # A future keeps its callbacks, so they must not refer to it.
-        first, *others = left
-        first.add_done_callback(lambda _: resolve_after(others, future))
-    else:
-        _resolve(future)
+    _resolve_after(deque(before), future)
+
+
+def _resolve_after(left: deque[Future[Any]], future: Future[None]) -> None:
+    """As `resolve_after`; removes the futures that are done from `left`."""
+    while left:
+        first = left.popleft()  # a future keeps its callbacks, so they must not refer to it
+        if not first.done():
+            first.add_done_callback(lambda _: _resolve_after(left, future))
+            return
+    _resolve(future)
 
 
 _resolving = threading.local()

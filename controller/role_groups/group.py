@@ -7,8 +7,9 @@ one request to each rank, and collects references to the rows that the ranks mad
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from client.fanout import FanOut
@@ -17,13 +18,13 @@ from client.session import Session, StepContext
 from controller.role_groups.call import Callee, GroupCall
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.futures import then
+from controller.role_groups.futures import Promise, awaited, is_late, pass_on, then
 from controller.role_groups.loop import Loop
-from controller.role_groups.placement import Placement
+from controller.role_groups.placement import Place, Placement
 from nccl_transfer.refs.batch import Batch, Column
 from nccl_transfer.refs.wire_ranks import endpoint_from_proto, mesh_from_proto
 from rlhf.contract import group_methods
-from rlhf.errors import InvalidRequest
+from rlhf.errors import DeadlineExceeded, InvalidRequest
 from rlhf.v1 import worker_pb2
 
 G = TypeVar("G", bound="RoleGroup")
@@ -33,6 +34,8 @@ LATE_S = 15.0
 it."""
 INTRODUCE_S = 60.0
 """Timeout of Introduce, in seconds."""
+GENERATES = "generate_sequences"
+"""Python name of the method that runs ahead of the updates of earlier steps, where `run.ahead` says so."""
 
 
 class RoleGroup:
@@ -47,6 +50,7 @@ class RoleGroup:
         placement: Order of calls on devices; all groups share one.
         loop: Event loop that the clients run on.
         name: Name of the group. Default: that of the service.
+        learns: Whether training changes the state of the service.
 
     Attributes:
         running: Names of the methods of running calls, by call id.
@@ -61,7 +65,10 @@ class RoleGroup:
         placement: Placement,
         loop: Loop,
         name: str = "",
+        *,
+        learns: bool = False,
     ) -> None:
+        self._learns = learns
         self.name = name or ranks.service
         self.ranks = ranks
         self.clients = ranks.clients
@@ -102,7 +109,9 @@ class RoleGroup:
         **options: Any,
     ) -> FutureBatch:
         """Starts a call of a method on all ranks and returns without waiting. The requests are sent when the input
-        columns are resolved and the calls before it on the same devices have ended.
+        columns are resolved and the calls before it on the same devices have ended. A call of a step with a gate enters
+        the order of calls when the gate is opened, if the service learns and the method does not generate, or an input
+        comes from such a call.
 
         Args:
             name: Python name of the method.
@@ -126,14 +135,64 @@ class RoleGroup:
         inputs = batch.select([c for c in (*method.inputs, *method.optional_inputs) if c in batch])
         step = self.session.step_of(batch.step)
         header = self.session.header(step, self.name, name)
-        longest_s = 2 * self.session.time_of(name) + LATE_S
-        place = self._placement.enter(self._devices, self.ranks, longest_s)
-        call = GroupCall(self._callee, method, header, inputs, options, step, place)
-        result = self._loop.start(call.run(self.running))
+
+        def begin() -> Future[tuple[Batch, CallRecord]]:
+            longest_s = 2 * self.session.time_of(name) + LATE_S
+            place = self._placement.enter(self._devices, self.ranks, longest_s)
+            call = GroupCall(self._callee, method, header, inputs, options, step, place)
+            return self._loop.start(call.run(self.running))
+
+        is_own = self._learns and method.takes_rows and name != GENERATES
+        if step.gate and (is_own or is_late(inputs.columns.values())):
+            result: Future[tuple[Batch, CallRecord]] = Promise(is_late=True)
+            step.gate.keep(lambda: pass_on(begin(), result), result)
+        else:
+            result = begin()
         step.made(result)
         expected = method.outputs if outputs is None else outputs
         columns = {column: _column_of(result, column) for column in expected}
         return FutureBatch(batch.rows, columns, (_record_of(result),), batch.step)
+
+    def call_with(
+        self,
+        others: Sequence[RoleGroup],
+        calls: Callable[[StepContext], Coroutine[Any, Any, Sequence[CallRecord]]],
+        most_records: int,
+        longest_s: float,
+    ) -> FutureBatch:
+        """Starts several calls of this group and others that belong together, and returns without waiting. They have
+        one place in the order of calls: the devices of all these groups are theirs while `calls` runs.
+
+        Args:
+            others: The other groups.
+            calls: Coroutine function that makes the calls by `call_within`, in the step that it is given, and returns
+                at least one record.
+            most_records: Most records that it returns.
+            longest_s: Longest time that it takes, in seconds.
+
+        Returns:
+            A batch without rows, whose records are those that `calls` returned; the first stands for missing ones.
+        """
+        step = self.session.step_of(None)
+        devices = self._devices.union(*(group._devices for group in others))
+        place = self._placement.enter(devices, object(), longest_s)
+        result = self._loop.start(_in_place(place, calls, step))
+        step.made(result)
+        records = [then(result, partial(_record_at, number)) for number in range(most_records)]
+        return FutureBatch(0, {}, tuple(records))
+
+    async def call_within(self, name: str, step: StepContext, **options: Any) -> CallRecord:
+        """Coroutine of a call without rows, for `call_with`: sends it at once, and returns its record.
+
+        Args:
+            name, options: As for `call`.
+            step: The step that it belongs to.
+        """
+        place = Place(self.ranks, [], self.session.timeout_s)
+        header = self.session.header(step, self.name, name)
+        call = GroupCall(self._callee, self._methods[name], header, FutureBatch(0, {}), options, step, place)
+        _, record = await call.run(self.running)
+        return record
 
     async def cancel_all(self) -> None:
         """Coroutine that asks all ranks to cancel the running calls of this group, and waits for the responses to
@@ -216,6 +275,30 @@ class RoleGroup:
     def profile(self, directory: str, calls: int) -> FutureBatch:
         """Makes every rank trace its next `calls` calls with the profiler, into `directory` on its host."""
         return self.call("profile", directory=directory, calls=calls)
+
+
+async def _in_place(
+    place: Place,
+    calls: Callable[[StepContext], Coroutine[Any, Any, Sequence[CallRecord]]],
+    step: StepContext,
+) -> Sequence[CallRecord]:
+    """Waits until it is the turn of `place`, makes the calls, and leaves it. Raises DeadlineExceeded where the calls
+    before take longer than they may."""
+    try:
+        try:
+            async with asyncio.timeout(place.patience_s):
+                await awaited(place.first)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"waited {place.patience_s:g} s for the calls before on the same devices to end"
+            ) from error
+        return await calls(step)
+    finally:
+        place.leave()
+
+
+def _record_at(number: int, records: Sequence[CallRecord]) -> CallRecord:
+    return records[number] if number < len(records) else records[0]
 
 
 def _column_of(result: Future[tuple[Batch, CallRecord]], name: str) -> Future[Column]:

@@ -6,6 +6,7 @@ config decide (HybridFlow, sections 4.1 and 4.2).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -53,18 +54,20 @@ class Place:
 
 
 class Placement:
-    """Orders calls: calls that share a device are executed in the order in which they entered."""
+    """Orders calls: calls that share a device are executed in the order in which they entered. Thread-safe."""
 
     def __init__(self) -> None:
         self._last: dict[str, Place] = {}
         self._unfinished: dict[Future[None], tuple[Place, float]] = {}
+        self._lock = threading.Lock()
 
     def longest_wait_s(self) -> float:
         """Returns the longest time, in seconds, that all unfinished calls on all devices may take one after another."""
         return sum(time_s for _, time_s in self._unfinished.copy().values())
 
     def enter(self, devices: frozenset[str], queue: object, time_s: float) -> Place:
-        """Appends a call to the order and returns its place. Must be called in the order of the program.
+        """Appends a call to the order and returns its place. Calls that change what others return must be entered in
+        the order of the program.
 
         A call may wait for the sum of the times of all unfinished calls before it, on any devices, plus `time_s`. So a
         call within its time never makes a later one give up, and no call waits for ever.
@@ -75,10 +78,11 @@ class Placement:
                 Its ranks execute calls in the order in which they were sent, so that several may be under way.
             time_s: Longest time of the call itself, in seconds, after the calls before it have ended.
         """
-        before = list({id(last): last for device in devices if (last := self._last.get(device))}.values())
-        place = Place(queue, before, self.longest_wait_s() + time_s)
-        self._last.update(dict.fromkeys(devices, place))
-        self._unfinished[place.ended] = place, time_s
+        with self._lock:
+            before = list({id(last): last for device in devices if (last := self._last.get(device))}.values())
+            place = Place(queue, before, self.longest_wait_s() + time_s)
+            self._last.update(dict.fromkeys(devices, place))
+            self._unfinished[place.ended] = place, time_s
         place.ended.add_done_callback(self._finish)
         return place
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import all_of, then
 from controller.role_groups.group import RoleGroup
 from controller.role_groups.verdicts import RewardCodec, all_scored
+from controller.role_groups.weights import sync_weights
 from rlhf.errors import InvalidRequest
 from rlhf.plugins import load_class
 from rlhf.roles import find_role
 from rlhf.v1 import actor_pb2, critic_pb2, worker_pb2
 
 
-class ActorGroup(RoleGroup):
-    """Role group of the actor: generates responses, computes log-probabilities and losses, and updates the policy."""
+class GeneratingGroup(RoleGroup):
+    """Role group of ranks that generate."""
 
     def generate_sequences(
         self, prompts: FutureBatch, sampling: actor_pb2.Sampling, *, return_text: bool = False
@@ -23,6 +26,20 @@ class ActorGroup(RoleGroup):
         rollout_log_probs, and with `return_text` also response, the text."""
         outputs = ["prompt_ids", "response_ids", "rollout_log_probs", *(["response"] if return_text else [])]
         return self.call("generate_sequences", prompts, outputs, sampling=sampling, return_text=return_text)
+
+
+class ActorGroup(GeneratingGroup):
+    """Role group of the actor: generates responses, computes log-probabilities and losses, and updates the policy."""
+
+    def sync_weights(self, to: Sequence[GeneratingGroup], bucket_bytes: int = 0) -> FutureBatch:
+        """Moves the policy's weights to rollout services, which generate with them from then on; see
+        `controller.role_groups.weights.sync_weights`. Returns no columns.
+
+        Raises (when resolved):
+            RlhfError: A rank of either side has failed. The receivers then have the weights from before, or, without a
+                second buffer, none to generate with.
+        """
+        return sync_weights(self, to, bucket_bytes)
 
     def compute_log_prob(self, batch: FutureBatch, temperature: float, max_drift: float = 0.0) -> FutureBatch:
         """Computes column log_probs: the log-probability of each response token under the current weights at
@@ -51,6 +68,10 @@ class ActorGroup(RoleGroup):
         """Updates the policy by the mean negative log-likelihood of the response tokens, over all epochs and
         mini-batches of `schedule`. An update that fails leaves the weights unchanged. Returns no columns."""
         return self.call("update_supervised", batch, schedule=schedule)
+
+
+class RolloutGroup(GeneratingGroup):
+    """Role group of a rollout service, which generates with weights that it gets by `ActorGroup.sync_weights`."""
 
 
 class CriticGroup(RoleGroup):

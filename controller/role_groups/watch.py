@@ -21,16 +21,18 @@ class StatusWatch:
 
     def __init__(self) -> None:
         self._statuses: dict[str, dict[int, worker_pb2.WatchResponse]] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
 
     def begin(self, clients: Iterable[RankClient]) -> None:
         """Starts one task per rank that reads its status messages."""
-        self._tasks.extend(asyncio.ensure_future(self._watch(client)) for client in clients)
+        for client in clients:
+            self._tasks.setdefault(client.service, []).append(asyncio.ensure_future(self._watch(client)))
 
-    def end(self) -> None:
-        """Cancels the tasks that read status messages."""
-        for task in self._tasks:
-            task.cancel()
+    def end(self, services: Iterable[str] = ()) -> None:
+        """Cancels the tasks that read status messages of these services. Default: of all."""
+        for service in list(services) or list(self._tasks):
+            for task in self._tasks.pop(service, ()):
+                task.cancel()
 
     def memory(self) -> dict[str, int]:
         """Returns resident plus device memory of each service, in bytes by name, summed over the ranks that respond."""

@@ -88,12 +88,13 @@ class Algorithm:
                 or wrong, a key is set that the algorithm does not read, or the configuration is incompatible with it.
         """
         given = config.algorithm.model_dump(exclude_unset=True)
-        chosen = validate(AlgorithmTable, {**self.defaults, **given}, f"algorithm, for {self.name}")
+        defaults = {**(self._ahead_defaults if config.run.ahead else {}), **self.defaults}
+        chosen = validate(AlgorithmTable, {**defaults, **given}, f"algorithm, for {self.name}")
         self._check_keys(given, chosen)
         options = validate(self.options, given.get("options", {}), f"algorithm.options of {self.name}")
         tables = config.model_dump(exclude_unset=True)
         tables["algorithm"] = {
-            **self.defaults,
+            **defaults,
             **given,
             **self._loss_options(chosen),
             "options": options.model_dump(mode="json"),
@@ -110,6 +111,13 @@ class Algorithm:
         algorithm reads, with their values, defaults included. `configure` accepts such a file again."""
         unread = self._unread(config.algorithm)
         return config.model_dump(mode="json", exclude_none=True, exclude={"algorithm": unread})
+
+    @property
+    def _ahead_defaults(self) -> dict[str, str]:
+        """Defaults for keys of `[algorithm]` where steps overlap (`run.ahead`): the loss of a policy corrects for the
+        older weights that generated its rows."""
+        is_read = self.reads is None or "rollout_correction" in self.reads
+        return {"rollout_correction": "truncate"} if is_read else {}
 
     def _losses(self) -> list[str]:
         """Returns those of the keys surrogate and value_loss that the algorithm reads; both where `reads` is None."""

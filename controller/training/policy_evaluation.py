@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from client.session import StepContext
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
@@ -34,14 +35,14 @@ class PolicyEvaluation:
         groups: Role groups of the services, by name.
         actor: The policy.
         reward: Function that returns the reward or cost of a name.
-        write_samples: Function that writes sample responses.
+        write_samples: Function that writes sample responses of a step; None: the newest.
     """
 
     config: Config
     groups: Mapping[str, RoleGroup]
     actor: Actor
     reward: Callable[[str], Reward]
-    write_samples: Callable[[list[Sample]], None]
+    write_samples: Callable[[StepContext | None, list[Sample]], None]
 
     def evaluation(self) -> Evaluation:
         """Returns the `Evaluation` that generates and scores greedy responses, and summarizes them as mean rewards.
@@ -101,7 +102,7 @@ class PolicyEvaluation:
             shown = first | self.actor.generate_sequences(first, greedy=True, return_text=True)
         columns = [texts_of(shown, name) for name in ("prompt", "response", "ground_truth")]
         rows = zip(*columns, scores[:count].tolist(), strict=True)
-        self.write_samples([Sample(*row) for row in rows])
+        self.write_samples(prompts.step, [Sample(*row) for row in rows])
 
 
 def is_share(weights: Mapping[str, float], services: Mapping[str, worker_pb2.DescribeResponse]) -> bool:

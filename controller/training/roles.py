@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from client.session import StepContext
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup
+from controller.role_groups.roles import (
+    ActorGroup,
+    CriticGroup,
+    GeneratingGroup,
+    ReferenceGroup,
+    RewardGroup,
+)
 from controller.training.losses import policy_loss, value_loss
 from controller.training.parity import DriftCheck
+from controller.training.staleness import with_version
 from rlhf.v1 import actor_pb2
 
 
-class Actor:
-    """The actor as an algorithm calls it: calls the ranks of the policy with the options of the config.
+class Rollout:
+    """Ranks that generate, as an algorithm calls them: those of a rollout service, or of the actor itself.
 
     Args:
-        group: Role group of the actor.
+        group: Role group of the ranks.
         config: Configuration of the run.
         returns_text: Whether `generate_sequences` returns the texts of responses by default.
-        step_of: Function that returns the step that calls on a batch belong to.
+
+    Attributes:
+        group: See Args.
     """
 
-    def __init__(
-        self,
-        group: ActorGroup,
-        config: Config,
-        *,
-        returns_text: bool,
-        step_of: Callable[[FutureBatch], StepContext],
-    ) -> None:
-        self._group = group
+    def __init__(self, group: GeneratingGroup, config: Config, *, returns_text: bool) -> None:
+        self.group = group
         self._config = config
         self._returns_text = returns_text
-        self._step_of = step_of
 
     def generate_sequences(
         self, prompts: FutureBatch, *, greedy: bool = False, return_text: bool | None = None
@@ -47,7 +48,8 @@ class Actor:
             return_text: Whether to return the texts of responses. Default: where a reward of the run scores text.
 
         Returns:
-            Columns prompt_ids, response_ids and rollout_log_probs, and with `return_text` also response, the text.
+            Columns prompt_ids, response_ids and rollout_log_probs, and with `return_text` also response, the text; with
+            `run.ahead` also policy_version [rows] int64, the version that generated each row.
         """
         rollout = self._config.rollout
         sampling = actor_pb2.Sampling(
@@ -59,7 +61,35 @@ class Actor:
             stop=rollout.stop,
         )
         with_text = self._returns_text if return_text is None else return_text
-        return self._group.generate_sequences(prompts, sampling, return_text=with_text)
+        made = self.group.generate_sequences(prompts, sampling, return_text=with_text)
+        return with_version(made) if self._config.run.ahead else made
+
+
+class Actor(Rollout):
+    """The actor as an algorithm calls it: calls the ranks of the policy with the options of the config.
+
+    Args:
+        group: Role group of the actor.
+        config: Configuration of the run.
+        returns_text: As for `Rollout`.
+        step_of: Function that returns the step that calls on a batch belong to.
+    """
+
+    def __init__(
+        self,
+        group: ActorGroup,
+        config: Config,
+        *,
+        returns_text: bool,
+        step_of: Callable[[FutureBatch], StepContext],
+    ) -> None:
+        super().__init__(group, config, returns_text=returns_text)
+        self._group = group
+        self._step_of = step_of
+
+    def sync_weights(self, to: Sequence[Rollout], bucket_bytes: int = 0) -> FutureBatch:
+        """Moves the policy's weights to rollout services, as `ActorGroup.sync_weights`. Returns no columns."""
+        return self._group.sync_weights([rollout.group for rollout in to], bucket_bytes)
 
     def compute_log_prob(self, batch: FutureBatch) -> FutureBatch:
         """Returns column log_probs of the response tokens: recomputed by the training engine with the current

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,15 +18,16 @@ from controller.data.prompts import PromptData, TextData
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
-from controller.role_groups.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup
+from controller.role_groups.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup, RolloutGroup
 from controller.tracking.metrics import Sample
 from controller.tracking.recorder import Recorder
 from controller.training.columns import ColumnReader, lengths_of
 from controller.training.evaluation import Evaluation, Evaluator
 from controller.training.feed import Feed
+from controller.training.loop import StepLoop
 from controller.training.policy_evaluation import PolicyEvaluation
 from controller.training.rewards import Failures, Reward
-from controller.training.roles import Actor, Critic, Reference, RewardModel
+from controller.training.roles import Actor, Critic, Reference, RewardModel, Rollout
 from controller.training.state import RunState
 from controller.training.step import Step
 from controller.training.step_metrics import StepMetrics
@@ -91,6 +91,18 @@ class Run:
         self._columns = ColumnReader(fetcher, cluster.session, config.run.call_timeout_s)
         self._resources = resources or contextlib.ExitStack()
         self._resources.callback(self._columns.close)
+        self._loop = StepLoop(
+            config.run,
+            cluster,
+            recorder,
+            self._feed,
+            self._metrics,
+            self._evaluator,
+            self._verifier,
+            self._state,
+            checkpointer,
+        )
+        self._resources.callback(self._loop.close)
 
     @property
     def kept(self) -> Mapping[str, Any]:
@@ -103,15 +115,21 @@ class Run:
         return self.recorder.path
 
     def actor(self, name: str = "actor") -> Actor:
-        """Returns an `Actor` that calls service `name`. Raises ConfigError where the run has no such service, or its
-        role is another."""
-        group, groups = self.group(name, ActorGroup), self.groups.values()
-        wants_text = any(isinstance(each, RewardGroup) and each.wants_text for each in groups)
-        return Actor(group, self.config, returns_text=wants_text, step_of=self.step_of)
+        """Returns an `Actor` that calls service `name`; raises ConfigError as `group`."""
+        group = self.group(name, ActorGroup)
+        return Actor(group, self.config, returns_text=_wants_text(self.groups), step_of=self.step_of)
+
+    def rollout(self, name: str = "rollout") -> Rollout:
+        """Returns a `Rollout` that calls service `name`; raises ConfigError as `group`."""
+        return Rollout(self.group(name, RolloutGroup), self.config, returns_text=_wants_text(self.groups))
+
+    def reconnect(self, name: str) -> None:
+        """Takes a rollout service that was restarted into the run again; see `Cluster.reconnect`. Make its `Rollout`
+        anew after that, and call `Actor.sync_weights`."""
+        self._cluster.reconnect(name)
 
     def critic(self, name: str = "critic") -> Critic:
-        """Returns a `Critic` that calls service `name`. Raises ConfigError where the run has no such service, or its
-        role is another."""
+        """Returns a `Critic` that calls service `name`; raises ConfigError as `group`."""
         return Critic(self.group(name, CriticGroup), self.config)
 
     def reference(self, name: str = "reference") -> Reference:
@@ -134,16 +152,8 @@ class Run:
         return RewardModel(self.group(name, RewardGroup), self.config)
 
     def group(self, name: str, kind: type[G]) -> G:
-        """Returns the role group of service `name`, whose methods call all of its ranks. For roles of other packages,
-        for which a run has no method as `actor` or `critic`.
-
-        Args:
-            name: Name of the service.
-            kind: Class of its role group.
-
-        Raises:
-            ConfigError: The run has no such service, or its role has another group.
-        """
+        """Returns the role group of service `name`, whose methods call all of its ranks, for roles of other packages.
+        Raises ConfigError where the run has no such service, or its role has another group than `kind`."""
         group = self._cluster.group(name)
         if not isinstance(group, kind):
             role = kind.__name__.removesuffix("Group").lower()
@@ -165,8 +175,9 @@ class Run:
     def steps(self, evaluation: Evaluation | None = None) -> Iterator[Step]:
         """Iterates over the training steps. Evaluates before step 1, between steps as `run.evaluate_every` says, and
         after the last: number `run.steps`, or one on which the algorithm called `Step.stop`. When the next step is
-        requested, frees the rows of the one before and begins its checkpoint if one is due, which is written while
-        later steps run. A resumed run begins with the step after its checkpoint, without an evaluation before it.
+        requested, waits until at most `run.ahead` steps have not ended, frees the rows of those that have, and begins
+        their checkpoints if some are due, which are written while later steps run. A resumed run begins with the step
+        after its checkpoint, without an evaluation before it.
 
         Args:
             evaluation: Measures the held-out rows. Default: the mean reward of greedy responses to them.
@@ -178,7 +189,7 @@ class Run:
             RlhfError: This checkpoint or the one before it could not be written, or weights are corrupt.
             KeyboardInterrupt: SIGTERM has come, and the checkpoint of the step is written.
         """
-        table, session, state = self.config.run, self._cluster.session, self._state
+        session, state = self._cluster.session, self._state
         state.kept.check_complete()
         evaluation = evaluation or self._policy_evaluation()
         if not state.step:
@@ -188,27 +199,7 @@ class Run:
         self._verifier.verify()
         if self._checkpointer:
             self._checkpointer.begin(state.to_json)
-        for number in range(state.step + 1, 1 if state.is_ended else table.steps + 1):
-            context, started = session.begin_step(number), time.time()
-            step = Step(context, self._feed.next_prompts, self._feed.next_texts())
-            yield step
-            if not step.records:
-                raise InvalidRequest(f"the algorithm did not call step.finish in step {number}")
-            seconds = time.time() - started
-            self.recorder.calls(number, step.records)
-            metrics = self._metrics.of(step, seconds, self._feed.left_out)
-            is_last = step.is_last or number == table.steps
-            if is_last or (table.evaluate_every and number % table.evaluate_every == 0):
-                metrics |= self._evaluator.evaluate(context, evaluation)
-            self._cluster.end_step(context)
-            self._verifier.after_step(number, is_last=is_last)
-            self.recorder.step(number, metrics)
-            state.step, state.is_ended = number, step.is_last
-            if self._checkpointer:
-                known = self.recorder.metric_names
-                self._checkpointer.after_step(number, metrics, state.to_json, known=known, is_last=is_last)
-            if is_last:
-                return
+        yield from self._loop.steps(evaluation)
 
     def evaluate(self, evaluation: Evaluation | None = None, batch_rows: int = 0) -> dict[str, float]:
         """Measures the held-out rows outside of `steps`, and returns the metrics, with prefix evaluation/.
@@ -218,6 +209,8 @@ class Run:
             batch_rows: Maximum number of rows in a batch. Default: run.evaluation_rows.
         """
         newest = self._cluster.session.newest
+        if newest.gate:
+            newest.gate.reached(needs_kept=True)
         return self._evaluator.evaluate(newest, evaluation or self._policy_evaluation(), batch_rows)
 
     def keep(self, name: str, state: S) -> S:
@@ -287,8 +280,13 @@ class Run:
         self._resources.__exit__(kind, error, trace)
 
     def _policy_evaluation(self) -> Evaluation:
-        def write_samples(samples: list[Sample]) -> None:
-            self.recorder.samples(self._cluster.session.newest.number, samples)
+        def write_samples(step: StepContext | None, samples: list[Sample]) -> None:
+            self.recorder.samples(self._cluster.session.step_of(step).number, samples)
 
         policy = PolicyEvaluation(self.config, self.groups, self.actor(), self.reward, write_samples)
         return policy.evaluation()
+
+
+def _wants_text(groups: Mapping[str, RoleGroup]) -> bool:
+    """Returns whether a reward among these groups scores text."""
+    return any(isinstance(each, RewardGroup) and each.wants_text for each in groups.values())

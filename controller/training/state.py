@@ -31,12 +31,28 @@ class RunState:
         self.is_ended = False
         self.kept = KeptState()
         self._feed, self._totals, self._evaluator = feed, totals, evaluator
+        self._position: Mapping[str, Any] = {}
+        self._kept_then: Mapping[str, Any] | None = None
         self._began_s = time.time()
 
     @property
     def wall_s(self) -> float:
         """Duration of the run in seconds, without the time between its end and its resumption."""
         return time.time() - self._began_s
+
+    def passed(
+        self, step: int, *, is_ended: bool, feed: Mapping[str, Any], kept: Mapping[str, Any] | None
+    ) -> None:
+        """Sets the step that was done last.
+
+        Args:
+            step: Number of the step.
+            is_ended: Whether the algorithm has made it the last.
+            feed: Position in the data after the step, as JSON values. Empty: the present one.
+            kept: State that the algorithm kept after the step, as JSON values. None: the present one.
+        """
+        self.step, self.is_ended = step, is_ended
+        self._position, self._kept_then = feed, kept
 
     def to_json(self) -> dict[str, Any]:
         """Returns the state as JSON values. Raises ConfigError where the algorithm keeps what a checkpoint cannot
@@ -45,10 +61,10 @@ class RunState:
             "step": self.step,
             "is_ended": self.is_ended,
             "wall_s": self.wall_s,
-            "feed": self._feed.state(),
+            "feed": self._position or self._feed.state(),
             "totals": self._totals.state(),
             "evaluations": self._evaluator.history,
-            "kept": self.kept.state(),
+            "kept": self.kept.state() if self._kept_then is None else self._kept_then,
         }
 
     def restore(self, stored: Mapping[str, Any]) -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from client.session import StepContext
 from controller.advantage import Advantage
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.futures import results
+from controller.role_groups.futures import Promise, results, then
+from nccl_transfer.refs.batch import Column
 from rlhf.errors import InvalidRequest
+
+
+class Deferring(Protocol):
+    """Protocol of what calls functions later, in the order of the steps; see `Deferral`."""
+
+    def submit(self, function: Callable[[], Any]) -> Promise[Any]:
+        """Returns a late future of the result of a function."""
+        ...
 
 
 class Step:
@@ -19,6 +30,8 @@ class Step:
         context: The step in the session, which its calls belong to.
         draw: Function that draws the next prompts, each repeated for its samples, and their groups.
         pretraining: See Attributes.
+        deferral: Calls the functions of the step whose columns are futures, where steps overlap (`run.ahead`). Default:
+            steps do not overlap, so such functions are called at once, and `finish` waits.
 
     Attributes:
         number: Number of the step, from 1.
@@ -29,7 +42,9 @@ class Step:
         groups: Column "group" [rows] int64 of the same rows, with the same numbers as "prompt_number".
         pretraining: Column "pretrain_text" of the same rows; no column if the config has no such texts.
         metrics: Metrics that the algorithm adds to the step, by name.
-        records: Records of the step's calls, after `finish`.
+        calls: Futures of the records of the step's calls, after `finish`.
+        records: Records of these calls, after `wait`.
+        is_finished: Whether `finish` was called.
         batch: Batch that the step trained on, after `finish`.
         is_last: Whether the run ends after this step although `run.steps` is larger; see `stop`.
     """
@@ -39,6 +54,7 @@ class Step:
         context: StepContext,
         draw: Callable[[], tuple[FutureBatch, FutureBatch]],
         pretraining: FutureBatch,
+        deferral: Deferring | None = None,
     ) -> None:
         self.number = context.number
         self.context = context
@@ -47,8 +63,13 @@ class Step:
         self.pretraining = pretraining.of_step(context)
         self.metrics: dict[str, float] = {}
         self.records: list[CallRecord] = []
+        self.is_finished = False
         self.batch = self.prompts
         self.is_last = False
+        self._deferral = deferral
+        self._thread = threading.get_ident()
+        self._later: list[Future[Any]] = []
+        self.calls: list[Future[CallRecord]] = []
 
     def rounds(self, most: int) -> Iterator[FutureBatch]:
         """Yields at most `most` batches of prompts with column "group", each with the size of a step: first the
@@ -76,18 +97,51 @@ class Step:
         self.metrics |= result.metrics
         return FutureBatch.of(**result.columns).of_step(self.context)
 
+    def later(self, work: Callable[[], FutureBatch], names: Sequence[str], rows: int) -> FutureBatch:
+        """Calls a function that makes columns of the step's rows and may wait for others; where steps overlap, later
+        and in the order of the steps, so that this returns at once.
+
+        Args:
+            work: The function; it returns `rows` rows.
+            names: Names of the columns that it returns.
+            rows: Number of rows of the result.
+        """
+        if self._deferral is None:
+            return work()
+        made = self._deferral.submit(lambda: _resolved(work(), names))
+        self._later.append(made)
+        columns = {name: then(made, lambda columns, name=name: columns[name]) for name in names}
+        return FutureBatch(rows, columns, step=self.context)
+
     def finish(self, *batches: FutureBatch) -> None:
-        """Waits for all calls that made these batches, and sets `batch` to the first of them, which must be the one
-        that the step trained on, and `records` to the records of the calls. Must be called at the end of each step.
-        Raises the error of the first call that fails."""
-        self.batch = batches[0]
-        self.records = results(list(dict.fromkeys(call for batch in batches for call in batch.calls)))
+        """Ends the step, after its last call. Must be called in each step; sets `batch` to the first of these batches,
+        which must be the one that the step trained on. Waits for all calls that made the batches, and raises the error
+        of the first that fails; where steps overlap, `Run.steps` does so when it ends the step."""
+        self.batch, self.is_finished = batches[0], True
+        self.calls = list(dict.fromkeys(call for batch in batches for call in batch.calls))
+        if self._deferral is None:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the calls that `finish` was given and for the functions that `later` was, and sets `records`.
+        Raises the first error."""
+        self.records = results(self.calls)
+        results(self._later)
 
     def stop(self) -> None:
         """Makes this step the last of the run: `Run.steps` evaluates after it and ends. The step has to be finished
-        all the same."""
+        all the same. Raises InvalidRequest on another thread than that of the loop, as in a function that `later`
+        calls: the next step may have begun."""
+        if threading.get_ident() != self._thread:
+            raise InvalidRequest(
+                f"step {self.number}: step.stop can only be called by the loop over the steps"
+            )
         self.is_last = True
 
     def _next(self) -> tuple[FutureBatch, FutureBatch]:
         prompts, groups = self._draw()
         return prompts.of_step(self.context), groups.of_step(self.context)
+
+
+def _resolved(made: FutureBatch, names: Sequence[str]) -> dict[str, Column]:
+    return dict(made.result(names).columns)

@@ -12,7 +12,11 @@ from typing import Any
 from nccl_transfer.devices.cuda import Cuda, Event, address
 from rlhf.errors import OutOfSpace, RlhfError, TransferError
 
-INSTALL_HINT = "pip install 'rlhf-cluster[cu12]' or 'rlhf-cluster[cu13]'"
+INSTALL_HINT = (
+    "pip install 'rlhf-cluster[cu13]', or for CUDA 12 "
+    "pip install 'rlhf-cluster[cu12]' --extra-index-url https://download.pytorch.org/whl/cu126"
+)
+"""Installs cupy and torch for a GPU, as docs/gpus.md says."""
 
 _CUDA_ERROR_MEMORY_ALLOCATION = 2
 _CUDA_ERROR_NOT_READY = 600

@@ -9,10 +9,11 @@ Slices: rectangular pieces of a tensor, by which weights are moved from ranks th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from operator import lt
+from typing import Any
 
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.ranges import ByteRange
@@ -126,13 +127,17 @@ class Slice:
     @property
     def numel(self) -> int:
         """Number of elements of the slice."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
+
+    def overlaps(self, other: Slice) -> bool:
+        """Returns whether the intersection with another slice of the tensor, which has elements, is not empty."""
+        return all(map(lt, self.starts, other.stops)) and all(map(lt, other.starts, self.stops))
 
     def intersect(self, other: Slice) -> Slice | None:
         """Returns the intersection with another slice of the tensor, or None if it is empty."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
-        return Slice(starts, stops) if all(a < b for a, b in zip(starts, stops, strict=True)) else None
+        return Slice(starts, stops) if all(map(lt, starts, stops)) else None
 
     def without(self, other: Slice) -> list[Slice]:
         """Returns the elements of this slice that are not in `other`, as disjoint slices; empty if there are none."""
@@ -161,49 +166,85 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class SliceMove:
-    """A transfer: rank `source` sends `piece` of a tensor to rank `destination`, which may be the same rank."""
+    """A transfer: rank `source` sends `piece` of a tensor to `destination`, which may be the same rank."""
 
-    source: int
-    destination: int
+    source: Any
+    destination: Any
     piece: Slice
 
 
-def plan_slices(
-    held: Mapping[int, Slice], wanted: Mapping[int, Slice], hosts: Mapping[int, str] | None = None
-) -> list[SliceMove]:
-    """Plans the transfers that give every rank its slice of one tensor. The source of an element is the destination
-    itself if it holds it, else a rank on its host, else any rank; among equals the one with the fewest elements to
-    send so far. Moves of a rank to itself are returned too.
+def regions(slices: Iterable[tuple[Hashable, Slice]]) -> list[tuple[Slice, frozenset[Hashable]]]:
+    """Cuts slices of a tensor that may overlap into disjoint ones; returns each with the names of all that contain it.
 
     Args:
-        held: Slice of the tensor that each rank holds; ranks may hold equal slices (replicas).
-        wanted: Slice of the tensor that each rank needs.
+        slices: Name and slice; a name may have several.
+    """
+    together: dict[Slice, frozenset[Hashable]] = {}
+    for name, slice_ in slices:
+        together[slice_] = together.get(slice_, frozenset()) | {name}
+    found: list[tuple[Slice, frozenset[Hashable]]] = []
+    for slice_, names in together.items():
+        rest, cut = [slice_], []
+        for region, others in found:
+            common = region.intersect(slice_) if region.overlaps(slice_) else None
+            if common is None:
+                cut.append((region, others))
+                continue
+            cut += [(part, others) for part in region.without(common)]
+            cut.append((common, others | names))
+            rest = [part for piece in rest for part in piece.without(common)]
+        found = cut + [(part, names) for part in rest]
+    return found
+
+
+def plan_slices(
+    held: Mapping[Any, Sequence[Slice]],
+    wanted: Mapping[Any, Sequence[Slice]],
+    hosts: Mapping[Any, str] | None = None,
+    sent: MutableMapping[Any, int] | None = None,
+) -> list[SliceMove]:
+    """Plans the transfers that give every rank its slices of one tensor. The source of an element is the destination
+    itself if it holds it, else a rank on its host, else any rank; among equals the one with the fewest elements to
+    send so far. Moves of a rank to itself are returned too. Ranks are named by anything hashable.
+
+    Args:
+        held: Slices of the tensor that each rank holds; ranks may hold equal slices (replicas).
+        wanted: Disjoint slices of the tensor that each rank needs.
         hosts: Host of each rank. Default: all ranks share one host.
+        sent: Elements that each rank has to send by earlier plans; this plan's are added. Default: none.
 
     Raises:
         TransferError: No rank holds some of the elements; the message names the destination and the piece.
     """
-    sent = dict.fromkeys(held, 0)
+    sent = {} if sent is None else sent
+    parts = regions((rank, each) for rank, slices in held.items() for each in slices)
+    order = {rank: number for number, rank in enumerate(held)}
     moves = []
-    for destination, want in wanted.items():
-        missing = [want]
-        while missing:
-            piece = missing.pop()
-            holders = [(rank, common) for rank, slice_ in held.items() if (common := piece.intersect(slice_))]
-            if not holders:
-                raise TransferError(
-                    f"no rank holds {piece.starts} to {piece.stops}, which rank {destination} needs"
-                )
-            source, common = min(
-                holders, key=lambda holder: (*_distance(holder[0], destination, hosts), sent[holder[0]])
+    for destination, want in ((rank, want) for rank, wants in wanted.items() for want in wants):
+        missing = want.numel
+        for part, holders in parts:
+            piece = want.intersect(part) if want.overlaps(part) else None
+            if piece is None:
+                continue
+            missing -= piece.numel
+            source = min(
+                holders,
+                key=lambda rank: (*_distance(rank, destination, hosts), sent.get(rank, 0), order[rank]),
             )
             if source != destination:
-                sent[source] += common.numel
-            moves.append(SliceMove(source, destination, common))
-            missing += piece.without(common)
+                sent[source] = sent.get(source, 0) + piece.numel
+            moves.append(SliceMove(source, destination, piece))
+        if missing:
+            lacking = [want]
+            for part, _ in parts:
+                lacking = [rest for piece in lacking for rest in piece.without(part)]
+            piece = lacking[0]
+            raise TransferError(
+                f"no rank holds {list(piece.starts)} to {list(piece.stops)}, which {destination} needs"
+            )
     return moves
 
 
-def _distance(source: int, destination: int, hosts: Mapping[int, str] | None) -> tuple[bool, bool]:
+def _distance(source: Any, destination: Any, hosts: Mapping[Any, str] | None) -> tuple[bool, bool]:
     """Sort key of sources, nearest first: the destination itself, ranks on its host, others."""
     return source != destination, hosts is not None and hosts[source] != hosts[destination]

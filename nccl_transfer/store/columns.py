@@ -20,7 +20,9 @@ class ColumnStore(ABC):
     """A store into which arrays are copied."""
 
     @abstractmethod
-    def fill(self, nbytes: int, lease: Lease, write: Callable[[memoryview], None]) -> Shard:
+    def fill(
+        self, nbytes: int, lease: Lease, write: Callable[[memoryview], None], *, checksums: bool = False
+    ) -> Shard:
         """Creates a shard; see `TensorStore.fill`."""
 
     def put(self, array: np.ndarray, lease: Lease) -> Shard:

@@ -40,7 +40,7 @@ class HostShards(Protocol):
 
     def check(self, shard_ids: list[int]) -> None: ...
 
-    def discard(self, shard_id: int) -> None: ...
+    def drop(self, shard: Shard) -> None: ...
 
 
 @dataclass(eq=False)
@@ -199,7 +199,7 @@ class DeviceShards:
             self.host_copied_bytes += nbytes
             if shard_id in self._shards:
                 return copied
-        self._host.discard(copied.id)  # the lease was released during the copy
+        self._host.drop(copied)  # the lease was released during the copy
         raise Refused(f"shard {shard_id} was released")
 
     def _find(self, shard_id: int) -> _DeviceShard:

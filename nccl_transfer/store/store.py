@@ -84,9 +84,12 @@ class TensorStore(ColumnStore):
         """Reader of the arena in this process."""
         return self._arena.reader
 
-    def fill(self, nbytes: int, lease: Lease, write: Callable[[memoryview], None]) -> Shard:
+    def fill(
+        self, nbytes: int, lease: Lease, write: Callable[[memoryview], None], *, checksums: bool = False
+    ) -> Shard:
         """Creates a shard of `nbytes` bytes and returns it after `write`, which is called with its writable memory. If
-        `write` raises, the shard is freed and the error passed on.
+        `write` raises, the shard is freed and the error passed on. The shard has checksums if the store computes them,
+        or if `checksums`.
 
         Raises:
             OutOfSpace: No gap of the arena is large enough; the store is unchanged.
@@ -96,7 +99,7 @@ class TensorStore(ColumnStore):
         memory, shard = self._memory(allocation.shard), allocation.shard
         try:
             write(memory)
-            if self._checksums:
+            if self._checksums or checksums:
                 shard = replace(shard, checksums=tuple(digests(memory)))
         except BaseException:
             with self._lock:
@@ -171,6 +174,13 @@ class TensorStore(ColumnStore):
                     self._release(allocation)
             return before - self._used
 
+    def drop(self, shard: Shard) -> None:
+        """Releases one shard before its lease ends. Has no effect on a shard that was released."""
+        with self._lock:
+            allocation = self._allocations.get(shard.id)
+            if allocation is not None:
+                self._release(allocation)
+
     def end(self, session: str) -> None:
         """Releases all shards of a session. Later calls that create shards for it raise Refused, since outputs of its
         last calls have no reader, until REMEMBERED_SESSIONS more sessions have ended."""
@@ -197,12 +207,6 @@ class TensorStore(ColumnStore):
         with self._lock:
             if shard.id in self._allocations:
                 self._arena.write_place(shard.offset, place)
-
-    def discard(self, shard_id: int) -> None:
-        """Releases one shard, if it was not released before."""
-        with self._lock:
-            if shard_id in self._allocations:
-                self._release(self._allocations[shard_id])
 
     def stat(self) -> StoreStat:
         with self._lock:

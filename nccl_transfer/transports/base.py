@@ -11,7 +11,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Space
 from nccl_transfer.store.store import TensorStore
-from rlhf.errors import TransferError
 
 Handler = Callable[[Any, Any], Any]
 """Handler of an RPC: a function of the request and its gRPC context that returns an awaitable of the response, or an
@@ -28,10 +27,6 @@ class Route(NamedTuple):
 HOST_TO_HOST = Route(Space.HOST, Space.HOST)
 HOST_TO_DEVICE = Route(Space.HOST, Space.DEVICE)
 DEVICE_TO_DEVICE = Route(Space.DEVICE, Space.DEVICE)
-
-
-class NoRoute(TransferError):
-    """A transport found no way to a source, though `why_not` had no reason; the next transport may have one."""
 
 
 def _copied() -> None:
@@ -160,10 +155,11 @@ class Reader(ABC):
             deadline: Time at which the read fails, on the clock of `time.monotonic`, in seconds.
 
         Raises:
+            AttachFailed: What the transport needs to read from the rank could not be set up, though `why_not` gave no
+                reason; no byte was read. The rank is then read by the next transport that reaches it.
             DeadlineExceeded: The bytes did not arrive by the deadline.
             ServiceLost: The rank has ended, or cannot be reached.
             Refused: The service has another epoch than `source`, or a shard was released.
-            NoRoute: There is no way to the rank by this transport.
             TransferError: A shard was marked corrupt, or the bytes are not those that were asked for.
         """
 
@@ -191,6 +187,11 @@ class Reader(ABC):
             NotImplementedError: The transport has no route to device memory.
         """
         raise NotImplementedError(f"{self.name} has no route to device memory")
+
+    def forget(self, source: Endpoint) -> None:  # noqa: B027 - most plug-ins keep nothing open
+        """Closes what is kept open between reads to a source that no call names any more. Returns at once; views that
+        were returned stay valid, a read under way may fail, and a later read connects again. Default: does nothing,
+        for transports that keep nothing open."""
 
     @abstractmethod
     def close(self) -> None:

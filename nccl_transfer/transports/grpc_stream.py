@@ -48,6 +48,10 @@ class GrpcReader(Reader):
         with_retries(lambda: self._stream(source, sink, deadline))
         return Reading(sink.views)
 
+    def forget(self, source: Endpoint) -> None:
+        with self._lock:
+            self._channels.pop(source.address, None)  # its connection ends with the last read that uses it
+
     def close(self) -> None:
         with self._lock:
             channels, self._channels = list(self._channels.values()), {}

@@ -117,6 +117,11 @@ class MemfdReader(Reader):
             raise Refused(f"{source}: its epoch is {connection.epoch}, the rows are of epoch {source.epoch}")
         return connection.reader
 
+    def forget(self, source: Endpoint) -> None:
+        forgotten = source.adverts.get(self.name)
+        with self._lock:
+            self._keep({name: peer for name, peer in self._connections.items() if name != forgotten})
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -129,7 +134,7 @@ class MemfdReader(Reader):
         """Returns the connection to the source, a new one at the first read. Raises ServiceLost if it has ended."""
         with self._lock:
             known = self._connections.get(socket_of(source))
-        if known is None:
+        if known is None or known.socket.fileno() < 0:  # another session has forgotten it a moment ago
             fresh = _connect(source, deadline)
             with self._lock:
                 known = self._add(source, fresh)

@@ -43,7 +43,8 @@ class TcpReader(Reader):
 
     def __init__(self) -> None:
         self._idle: dict[Endpoint, list[socket.socket]] = {}
-        self._busy: set[socket.socket] = set()
+        self._busy: dict[socket.socket, Endpoint | None] = {}
+        """Connections of reads under way, by their sources; None: to be closed after the read."""
         self._lock = threading.Lock()
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
@@ -59,6 +60,13 @@ class TcpReader(Reader):
         sink = Sink(ranges)
         with_retries(lambda: self._stream(source, sink, deadline))
         return Reading(sink.views)
+
+    def forget(self, source: Endpoint) -> None:
+        with self._lock:
+            idle = self._idle.pop(source, [])
+            self._busy = {each: None if known == source else known for each, known in self._busy.items()}
+        for connection in idle:
+            connection.close()
 
     def close(self) -> None:
         with self._lock:
@@ -86,20 +94,23 @@ class TcpReader(Reader):
     @contextlib.contextmanager
     def _connected(self, source: Endpoint, port: int, deadline: float) -> Iterator[socket.socket]:
         """Context manager that yields a connection to `source`, idle or new. The connection is kept for later reads
-        unless the block raises, which closes it."""
+        unless the block raises or the source is forgotten, which closes it."""
         connection = self._pooled(source) or _connect(source, port, deadline)
         with self._lock:
-            self._busy.add(connection)
+            self._busy[connection] = source
         try:
             yield connection
         except BaseException:
             with self._lock:
-                self._busy.discard(connection)
+                self._busy.pop(connection, None)
             connection.close()
             raise
         with self._lock:
-            self._busy.discard(connection)
-            self._idle.setdefault(source, []).append(connection)
+            is_kept = self._busy.pop(connection) is not None
+            if is_kept:
+                self._idle.setdefault(source, []).append(connection)
+        if not is_kept:
+            connection.close()
 
     def _pooled(self, source: Endpoint) -> socket.socket | None:
         """Takes a live idle connection to `source`, or returns None. Closes all idle connections whose source has

@@ -15,7 +15,7 @@ from rlhf.access import Access
 from rlhf.errors import InvalidRequest
 from rlhf.plugins import PluginError, load_object
 from rlhf.roles import BUILT_IN, find_role
-from rlhf.v1 import common_pb2
+from rlhf.v1 import common_pb2, weights_pb2
 
 PLAIN_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 1 << 30),
@@ -86,6 +86,12 @@ class Method:
     def takes_rows(self) -> bool:
         """Whether requests of the method have a field `batch`."""
         return "batch" in self.request.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]
+
+    @functools.cached_property
+    def moves_weights(self) -> bool:
+        """Whether requests of the method have a field `transfer`, of type WeightTransfer."""
+        field = self.request.DESCRIPTOR.fields_by_name.get("transfer")  # type: ignore[attr-defined]
+        return field is not None and field.message_type is weights_pb2.WeightTransfer.DESCRIPTOR
 
     @functools.cached_property
     def inputs(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ RlhfError                      INTERNAL             any failure that no class be
 ├── CorruptWeights             INTERNAL             weights in memory are not what they were, or replicas differ
 ├── RewardFailed               INTERNAL             rows could not be scored
 ├── TransferError              OUT_OF_RANGE         a transfer between ranks failed
+│   ├── AttachFailed           OUT_OF_RANGE         a transport could not be set up between two ranks
 │   └── OutOfSpace             RESOURCE_EXHAUSTED   an arena or a GPU has too little free memory
 └── TooManyCalls               RESOURCE_EXHAUSTED   the maximum number of calls waits at a rank
 """
@@ -127,6 +128,11 @@ class TransferError(RlhfError):
     """A transfer of bytes between two ranks failed."""
 
     code = grpc.StatusCode.OUT_OF_RANGE
+
+
+class AttachFailed(TransferError):
+    """A transport that both ranks have could not be set up between them, so that no byte was read; another transport
+    may reach the same rank."""
 
 
 class OutOfSpace(TransferError):

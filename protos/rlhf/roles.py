@@ -85,6 +85,16 @@ BUILT_IN: Mapping[str, RoleSpec] = {
             "controller.role_groups.roles:RewardGroup",
             load_tested=("ComputeReward",),
         ),
+        RoleSpec(
+            "rollout",
+            "rlhf.v1.rollout_pb2:RolloutService",
+            "settings.rollout:RolloutServiceTable",
+            "services.rollout_service.role:worker_class",
+            "controller.role_groups.roles:RolloutGroup",
+            prompt_token_bytes=ID_BYTES,
+            # response_ids and rollout_log_probs.
+            response_token_bytes=ID_BYTES + FLOAT_BYTES,
+        ),
     )
 }
 """Roles of this project, by name."""

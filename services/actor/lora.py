@@ -14,7 +14,7 @@ class LoRAActorWorker(ActorWorker):
     """Worker of an actor that trains LoRA adapters. It also serves the reference role, by computing with the adapters
     disabled."""
 
-    also_serves = ("reference",)
+    also_serves = (*ActorWorker.also_serves, "reference")
     table: ActorTable
     engine: LoRAEngine
 

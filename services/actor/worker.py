@@ -6,21 +6,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from nccl_transfer.refs.columns import Jagged
-from rlhf.errors import InvalidRequest
-from rlhf.v1 import actor_pb2, worker_pb2
+from rlhf.errors import InvalidRequest, Refused
+from rlhf.v1 import actor_pb2, rollout_pb2, worker_pb2
 from services.actor.losses import policy_loss, pretraining_loss, supervised_loss, surrogate_of
 from services.actor.parity import DRIFT, drifting_rows, rollout_parity
-from services.actor.requests import end_of_sequence_ids, sampling_options
 from services.actor.rollout_check import verify_rollout
-from services.actor.texts import TextCodec
 from services.compute.heads import PolicyHead, PolicyOutput
 from services.compute.microbatch import MicroBatch
 from services.engines.base import LossFn
+from services.generation.generator import ID_DTYPE, SequenceGenerator
 from services.models.families import load_causal_lm
 from services.roles.columns import jagged_column, jagged_ids, on_device, sequence_columns, token_column
 from services.roles.log_probs import policy_head
@@ -28,15 +25,11 @@ from services.roles.loss_options import PolicyLossOptions, read_knobs
 from services.roles.micro_batching import per_token
 from services.roles.model_worker import ModelWorker
 from services.roles.update_loss import LossTerm
-from services.rollout.base import Generation, SamplingOptions
 from services.rollout.factory import make_rollout
-from services.rollout.sampling import row_seeds
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from settings.actor import ActorTable
 
-_ID_DTYPE = torch.int32
-"""Type of token ids in columns that leave the service; wide enough for any vocabulary."""
 _NO_WEIGHTS = -1
 """Stands for the policy version of a rollout engine that has no weights."""
 
@@ -51,13 +44,15 @@ class ActorWorker(ModelWorker):
     """
 
     role = "actor"
+    also_serves = ("rollout",)
     on_device = frozenset(("log_probs", "ref_log_probs", "rollout_log_probs", "advantages"))
 
     def __init__(self, table: ActorTable, ranks: Ranks) -> None:
         super().__init__(table, ranks, load_causal_lm, table.optimizer)
-        self._eos_ids = end_of_sequence_ids(table.model, self.eos_id)
-        self._texts = TextCodec(self.tokenizer, self.tokenized, self.eos_id)
-        self.rollout = make_rollout(table, self.engine, ranks.mesh, self.torch_device)
+        shards = self.engine.generation_shards
+        self.rollout = make_rollout(table, shards, ranks.mesh, self.torch_device)
+        self._generator = SequenceGenerator(self, self.rollout, table.model)
+        self._texts = self._generator.texts
         self._rollout_version = _NO_WEIGHTS
 
     def describe(self) -> worker_pb2.DescribeResponse:
@@ -70,29 +65,22 @@ class ActorWorker(ModelWorker):
     def generate_sequences(
         self, rows: CallRows, request: actor_pb2.GenerateSequencesRequest, call: CallContext
     ) -> CallResult:
-        """Implements GenerateSequences: tokenizes column "prompt" and generates one response per row, with the
-        current weights."""
-        require(request, "sampling")
-        with self.ranks.together(call.peers_deadline):
-            self.rollout.check_awake()
-            stop = self._texts.stop_strings(tuple(request.sampling.stop))
-            options = sampling_options(request.sampling, self._eos_ids, stop)
-            prompts = self.tokenized(rows.texts("prompt"), call)
-        self._update_rollout(call)
-        seeds = row_seeds(call.call.seed, call.call.step, f"generate/{call.call.ordinal}", rows.numbers)
-        with self.ranks.together(call.peers_deadline):
-            generation = self._generate(prompts, options, seeds, call) if prompts else None
-        if generation is None:
-            return CallResult()
-        columns: dict[str, Any] = {
-            "prompt_ids": jagged_ids(prompts, _ID_DTYPE),
-            "response_ids": Jagged(generation.responses.values.to(_ID_DTYPE), generation.responses.lengths),
-            "rollout_log_probs": generation.log_probs,
-        }
-        if request.return_text:
-            columns["response"] = self._texts.response_texts(generation.responses, options.stop)
-        finished = sum(reason == "stop" for reason in generation.finish_reasons)
-        return CallResult(columns, {"finished": (finished, rows.count)})
+        """Implements GenerateSequences of both roles: generates one response per row with the current weights."""
+        return self._generator.generate_sequences(rows, request, call, lambda: self._update_rollout(call))
+
+    @register("ONE_TO_ALL", collective=False, instant=True)
+    def load_weights(
+        self, rows: CallRows, request: rollout_pb2.LoadWeightsRequest, call: CallContext
+    ) -> CallResult:
+        """Implements LoadWeights of the rollout role: raises Refused."""
+        raise Refused(f"{self.service} generates with the weights that it trains, and receives none")
+
+    @register("ONE_TO_ALL", collective=False, instant=True)
+    def commit_weights(
+        self, rows: CallRows, request: rollout_pb2.CommitWeightsRequest, call: CallContext
+    ) -> CallResult:
+        """Implements CommitWeights of the rollout role: raises Refused."""
+        raise Refused(f"{self.service} generates with the weights that it trains, and receives none")
 
     @register("3D_PROTO")
     def compute_log_prob(
@@ -187,8 +175,8 @@ class ActorWorker(ModelWorker):
         most = request.max_response_tokens or max(map(len, responses), default=0)
         num_cut = sum(len(row) > most for row in responses)
         columns = {
-            "prompt_ids": jagged_ids(prompts, _ID_DTYPE),
-            "response_ids": jagged_ids([row[:most] for row in responses], _ID_DTYPE),
+            "prompt_ids": jagged_ids(prompts, ID_DTYPE),
+            "response_ids": jagged_ids([row[:most] for row in responses], ID_DTYPE),
         }
         return CallResult(columns, {"cut": (num_cut, len(responses))}) if prompts else CallResult()
 
@@ -253,19 +241,6 @@ class ActorWorker(ModelWorker):
         self._rollout_version = _NO_WEIGHTS
         self.rollout.load_weights(self.engine.rollout_weights())
         self._rollout_version = self.policy_version
-
-    def _generate(
-        self, prompts: list[list[int]], options: SamplingOptions, seeds: np.ndarray, call: CallContext
-    ) -> Generation:
-        """Generates a response to each prompt, given as token ids; stops when the call should, and reports progress
-        to it."""
-        return self.rollout.generate(
-            prompts,
-            options,
-            seeds,
-            should_stop=lambda: call.stopping,
-            progress=lambda finished, tokens: call.progress(finished, len(prompts)),
-        )
 
     def _pretraining(
         self, rows: CallRows, coefficient: float, call: CallContext

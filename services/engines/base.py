@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -22,8 +22,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
+from services.engines.generation_shards import GenerationShards
 from services.models.loading import Load
-from services.storage.checkpoint import NO_SCALARS, Scalars
+from services.storage.checkpoint import NO_SCALARS, Scalars, WeightShard
 from settings.model import ModelTable
 
 Output = TypeVar("Output")
@@ -172,11 +173,11 @@ class TrainEngine(ABC):
         config: configuration of the whole model.
         num_parameters: number of parameters of the whole model.
         step_is_atomic: whether a `step` that fails on any rank has changed no weight on any rank.
-        sees_outputs: whether this rank has the model's outputs; in a pipeline, only the last stage has. Other ranks
-            return no outputs and no statistics.
+        sees_outputs: whether this rank has the outputs and statistics; in a pipeline, only the last stage has.
         packs: whether the engine can compute packed micro-batches, besides padded ones.
         cached_tokens: tokens of a micro-batch beyond which time per token grows; None if it does not.
         detail: what Describe says of the engine beside its name, such as a stage; empty for nothing.
+        generation_shards: how `rollout_weights` cuts the weights; None if it yields whole tensors.
         progressed: called after each micro-batch, tensor and file, so that the service can tell work from a hang.
     """
 
@@ -190,6 +191,7 @@ class TrainEngine(ABC):
     packs: bool = False
     cached_tokens: int | None = None
     detail: str = ""
+    generation_shards: GenerationShards | None = None
     progressed: Callable[[], None] = staticmethod(lambda: None)
 
     @classmethod
@@ -292,17 +294,21 @@ class TrainEngine(ABC):
         """Yields the tensors of this rank that must stay as they are between optimizer steps, for `VerifyWeights`. The
         iterator is collective, as that of `full_tensors`.
 
-        Default: the whole tensors of `full_tensors`, all of which learn. An engine that yields its own memory instead
-        has all that it keeps verified, optimizer state included.
+        Default: all tensors of `full_tensors`, as learning ones. An engine that yields its own has them all verified.
         """
         for name, tensor in self.full_tensors():
             yield HeldTensor(f"weight.{name}", "whole", tensor, learns=True)
 
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the tensor of each weight that this rank generates with, one at a time: this rank's
-        generation shards if the engine has a generation mesh, otherwise whole tensors as `full_tensors` (the
-        default). The iterator is collective, as that of `full_tensors`."""
+        """Yields the name and the tensor of each weight that this rank generates with, one at a time. The iterator is
+        collective, as `full_tensors`, which is the default."""
         return self.full_tensors()
+
+    def weight_shards(self) -> Iterator[tuple[str, WeightShard]]:
+        """Yields name and shard of the weights that this rank sends to other services, valid until they change: on all
+        ranks together what `export` writes, by the names of `full_tensors`. Default: whole tensors, each copied to the
+        host memory of one rank. May be collective."""
+        return dealt_to_ranks(self.full_tensors())
 
     @abstractmethod
     def export(
@@ -406,3 +412,10 @@ class TrainEngine(ABC):
             RuntimeError: memory ran out on a rank (`agreement.PeerRankFailed` on the others); the engine is still in
                 host memory, on every rank, and can be moved later.
         """
+
+
+def dealt_to_ranks(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, WeightShard]]:
+    """Yields copies, in host memory, of every n-th of the tensors that all n ranks iterate over together."""
+    for number, (name, tensor) in enumerate(tensors):
+        if number % dist.get_world_size() == dist.get_rank():
+            yield name, WeightShard.of_whole(tensor.detach().to("cpu", copy=True))

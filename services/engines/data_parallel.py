@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from services.compute.heads import Head, dummy_head, zero_loss
@@ -24,8 +24,9 @@ from services.engines.export import export_gathered
 from services.engines.loss_accumulator import LossAccumulator
 from services.engines.sharded import ShardedEngine
 from services.models.export import stored_as_computed, tensors_sha256, write_config, write_model
-from services.models.loading import Model, repeated_names
+from services.models.loading import Model, repeated_names, tied_names
 from services.models.weights import cast, write_weights
+from services.storage.checkpoint import WeightShard
 
 Output = TypeVar("Output")
 
@@ -48,6 +49,7 @@ class DataParallelEngine(ShardedEngine):
     ) -> None:
         super().__init__(device, kept, trained, optimizer)
         self._model = model
+        self._tied_names = tied_names(model)
         self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
 
     @abstractmethod
@@ -116,6 +118,12 @@ class DataParallelEngine(ShardedEngine):
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         self.check_onloaded()
         yield from self._gather(self._tensors())
+
+    def weight_shards(self) -> Iterator[tuple[str, WeightShard]]:
+        yield from super().weight_shards()
+        for name, x in self._tensors().items():
+            if not isinstance(x, nn.Parameter):
+                yield name, WeightShard.of_whole(x)
 
     def export(
         self,

@@ -10,7 +10,7 @@ from rlhf.errors import ConfigError
 from rlhf.plugins import PluginError, load_object
 from services.engines.base import OptimizerOptions
 from settings.engines import Spec
-from settings.model import ModelTable
+from settings.model import LoadedModelTable, ModelTable
 from settings.reward import RewardTable
 
 E = TypeVar("E")
@@ -41,7 +41,7 @@ def implementation_of(key: str, name: str, spec: Spec, kind: type[E], reference:
     return found
 
 
-def compute_dtype(table: ModelTable | RewardTable) -> torch.dtype:
+def compute_dtype(table: LoadedModelTable | RewardTable) -> torch.dtype:
     """Returns the type that a service's model is computed in: `dtype` of its table; for "auto", bfloat16 where the
     process sees a GPU, on which it computes then, and float32 elsewhere."""
     if table.dtype == "auto":

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from services.engines.snapshots import SnapshotMemory, in_host_memory
 from services.runtime.ranks import known_to_all
 from services.storage.checkpoint import (
     NO_SCALARS,
+    PART,
     Scalars,
     WeightShard,
     read_manifest,
@@ -57,6 +59,9 @@ class ShardedEngine(TrainEngine):
         trained: Names of those that are trained.
         optimizer: Options of AdamW; None for a model that is not trained and has no optimizer state.
     """
+
+    _tied_names: Mapping[str, Sequence[str]] = MappingProxyType({})
+    """Further names of each tied weight, by its first name."""
 
     def __init__(
         self,
@@ -171,6 +176,13 @@ class ShardedEngine(TrainEngine):
         """Yields further tensors that this rank computes with: copies of weights, such as those in a coarser type, and
         buffers. Default: none. May be collective."""
         yield from ()
+
+    def weight_shards(self) -> Iterator[tuple[str, WeightShard]]:
+        self.check_onloaded()
+        for key, x in self._kept.items():
+            shard, name = self._shard(key, x.detach()), key.partition(PART)[0]
+            if shard.tensor.numel():
+                yield from ((each, shard) for each in (name, *self._tied_names.get(name, ())))
 
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
         self.check_onloaded()

@@ -74,18 +74,22 @@ def load_value_model(
     return model.eval()
 
 
-def load_scoring_model(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Loads a sequence-classification model, all of whose weights must be in the directory; in eval mode, on the CPU.
+def load_scoring_model(
+    directory: Path, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
+) -> PreTrainedModel:
+    """Loads a sequence-classification model, all of whose weights must be in the directory; in eval mode and, unless
+    `on_meta`, on the CPU.
 
     Args:
         directory: Hugging Face directory.
         dtype: type of the weights.
+        on_meta: whether the weights are on the meta device, without values.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
         ValueError: the directory holds another kind of model, or not all of its weights.
     """
-    return _load(AutoModelForSequenceClassification, directory, dtype)
+    return _load(AutoModelForSequenceClassification, directory, dtype, on_meta=on_meta)
 
 
 def load_classifier(

@@ -114,8 +114,19 @@ def read_first_values(
 
 def repeated_names(model: nn.Module) -> set[str]:
     """Returns all names of tied weights but the first of each, under which a checkpoint contains the weight."""
-    first = {name for name, _ in model.named_parameters()}
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
+    return {name for names in tied_names(model).values() for name in names}
+
+
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """Returns the further names of each tied weight of a model, by its first name."""
+    first: dict[nn.Parameter, str] = {}
+    further: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in first:
+            further.setdefault(first[parameter], []).append(name)
+        else:
+            first[parameter] = name
+    return further
 
 
 def _like(on_meta: Tensor, device: torch.device) -> Tensor:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from rlhf.errors import Refused
-from rlhf.v1 import reference_pb2, worker_pb2
+from rlhf.v1 import reference_pb2
 from services.models.families import load_causal_lm
+from services.roles.frozen_worker import FrozenModelWorker
 from services.roles.log_probs import ref_log_probs
-from services.roles.model_worker import ModelWorker
-from services.runtime.ranks import Ranks, known_to_all
+from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register
 from settings.reference import ReferenceTable
 
 
-class ReferenceWorker(ModelWorker):
+class ReferenceWorker(FrozenModelWorker):
     """Worker of the reference, a causal language model that is not trained: computes log-probabilities of responses.
-
-    Sessions that share it all use the weights of the model directory. One that is alone may load a checkpoint or
-    offload the model, and then others are refused until it has ended.
 
     Args:
         table: Table of the service.
@@ -26,11 +20,9 @@ class ReferenceWorker(ModelWorker):
     """
 
     role = "reference"
-    is_frozen = True
 
     def __init__(self, table: ReferenceTable, ranks: Ranks) -> None:
-        super().__init__(table, ranks, load_causal_lm, None)
-        self._changed_by: str | None = None
+        super().__init__(table, ranks, load_causal_lm)
 
     @register("3D_PROTO")
     def compute_ref_log_prob(
@@ -38,47 +30,3 @@ class ReferenceWorker(ModelWorker):
     ) -> CallResult:
         """Implements ComputeRefLogProb: returns column "ref_log_probs" of the response tokens."""
         return ref_log_probs(self, rows, request, call)
-
-    @register("ONE_TO_ALL")
-    def begin_session(
-        self, rows: CallRows, request: worker_pb2.BeginSessionRequest, call: CallContext
-    ) -> CallResult:
-        """Implements BeginSession: loads the model directory, unless other sessions use the weights as they are there.
-
-        Raises:
-            Refused: Another session, which has not ended, has loaded a checkpoint or offloaded the model.
-        """
-        changed, shared = self.ranks.total(
-            [self._changed_by in call.others, bool(call.others)], call.peers_deadline
-        )
-        if changed:
-            raise known_to_all(
-                Refused(f"session {self._changed_by!r} has loaded a checkpoint here or offloaded the model")
-            )
-        if shared and self._changed_by is None:
-            request.keep_weights = True
-        begun = super().begin_session(rows, request, call)
-        if not request.keep_weights:
-            self._changed_by = None
-        return begun
-
-    @register("ONE_TO_ALL")
-    def offload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
-        self._change(call)
-        return super().offload(rows, request, call)
-
-    @register("ONE_TO_ALL")
-    def load_checkpoint(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
-        self._change(call)
-        return super().load_checkpoint(rows, request, call)
-
-    def _change(self, call: CallContext) -> None:
-        """Notes that a call changes the weights or moves them. Collective.
-
-        Raises:
-            Refused: Other sessions use the weights.
-        """
-        (shared,) = self.ranks.total([bool(call.others)], call.peers_deadline)
-        if shared:
-            raise known_to_all(Refused("other sessions use this reference, so its weights stay as they are"))
-        self._changed_by = call.call.session

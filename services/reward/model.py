@@ -22,7 +22,7 @@ from services.engines.base import HeldTensor, LossFn
 from services.engines.rollback import undo
 from services.models.families import load_classifier
 from services.reward.losses import LOSSES, pair_loss
-from services.reward.model_scorer import ModelScorer
+from services.reward.model_scorer import ModelScorer, SequenceModelScorer
 from services.reward.worker import RewardWorker
 from services.roles.columns import jagged_ids
 from services.roles.matmul_choice import choose_matmul
@@ -63,20 +63,16 @@ class ModelRewardWorker(VerifiedWorker, TorchWorker, RewardWorker):
         return answer
 
 
-class LearningRewardWorker(ModelWorker):
-    """Worker of a reward or cost model that learns from pairs of responses.
-
-    The engine trains sharded weights. A copy of the whole model on every rank scores rows and gets the new weights
-    after each update, so ranks score independently of each other, as with a model that does not learn.
-    """
+class PairRewardWorker(ModelWorker):
+    """Base class of workers of a reward or cost model that learns from pairs of responses. The engine trains sharded
+    weights; subclasses score rows, by `scorer`."""
 
     role = "reward"
-    copies_weights = True
+    scorer: SequenceModelScorer
 
     def __init__(self, table: RewardTable, ranks: Ranks) -> None:
-        super().__init__(_model_table(table), ranks, load_classifier, table.optimizer)
+        super().__init__(model_table(table), ranks, load_classifier, table.optimizer)
         self.config_table = table
-        self.scorer = ModelScorer(table, load_classifier)
         self._reads_ids = table.input == "tensor"
         # The model finds the last token of a text by the padding after it.
         self.pad_id = self.model_config.pad_token_id
@@ -86,8 +82,6 @@ class LearningRewardWorker(ModelWorker):
         answer.input_form = self.scorer.input_form
         answer.engine = f"{self.table.engine}, scores by {self.scorer.kind()}"
         return answer
-
-    compute_reward = RewardWorker.compute_reward
 
     @register("DP_PROTO")
     def compare_pairs(
@@ -121,40 +115,6 @@ class LearningRewardWorker(ModelWorker):
             return loss
 
         return self.apply(rows, mini_batches, call, last_score, loss_for)
-
-    def held(self) -> Iterator[HeldTensor]:
-        yield from super().held()
-        yield from self.scorer.held(learns=True)
-
-    def copy_weights(self) -> None:
-        gathered = RunToEnd(self.engine.full_tensors(), self.progressed)
-        with all_or_none("copying the weights to the scorer", gathered):
-            staged = self.scorer.stage_weights(gathered)
-        self.scorer.load_weights(staged)
-
-    def start_over(self) -> None:
-        self.engine.onload()
-        with self._taken_over():
-            super().start_over()
-
-    def load(self, directory: Path) -> None:
-        self.engine.onload()
-        with self._taken_over():
-            super().load(directory)
-
-    @contextmanager
-    def _taken_over(self) -> Iterator[None]:
-        """Context manager for a block that changes the engine's weights. Afterwards it copies them to the scorer; if
-        either fails, it restores the engine's weights and the policy version, or raises OutOfStep where it cannot."""
-        with all_or_none("keeping the weights"):
-            before, version = self.engine.snapshot(), self.policy_version
-        try:
-            yield
-            self.copy_weights()
-        except BaseException as failure:
-            undo(self.engine, before, failure)
-            self.policy_version = version
-            raise
 
     def _deal(
         self, rows: CallRows, request: reward_pb2.UpdateRewardRequest, call: CallContext
@@ -212,6 +172,55 @@ class LearningRewardWorker(ModelWorker):
         ]
 
 
+class LearningRewardWorker(PairRewardWorker):
+    """Worker of a reward or cost model that learns. A copy of the whole model on every rank scores rows and gets the
+    new weights after each update, so ranks score independently of each other, as with a model that does not
+    learn."""
+
+    copies_weights = True
+    scorer: ModelScorer
+
+    def __init__(self, table: RewardTable, ranks: Ranks) -> None:
+        super().__init__(table, ranks)
+        self.scorer = ModelScorer(table, load_classifier)
+
+    compute_reward = RewardWorker.compute_reward
+
+    def held(self) -> Iterator[HeldTensor]:
+        yield from super().held()
+        yield from self.scorer.held(learns=True)
+
+    def copy_weights(self) -> None:
+        gathered = RunToEnd(self.engine.full_tensors(), self.progressed)
+        with all_or_none("copying the weights to the scorer", gathered):
+            staged = self.scorer.stage_weights(gathered)
+        self.scorer.load_weights(staged)
+
+    def start_over(self) -> None:
+        self.engine.onload()
+        with self._taken_over():
+            super().start_over()
+
+    def load(self, directory: Path) -> None:
+        self.engine.onload()
+        with self._taken_over():
+            super().load(directory)
+
+    @contextmanager
+    def _taken_over(self) -> Iterator[None]:
+        """Context manager for a block that changes the engine's weights. Afterwards it copies them to the scorer; if
+        either fails, it restores the engine's weights and the policy version, or raises OutOfStep where it cannot."""
+        with all_or_none("keeping the weights"):
+            before, version = self.engine.snapshot(), self.policy_version
+        try:
+            yield
+            self.copy_weights()
+        except BaseException as failure:
+            undo(self.engine, before, failure)
+            self.policy_version = version
+            raise
+
+
 def last_score(scores_S1: Tensor, micro_batch: MicroBatch) -> Tensor:
     """Returns the score of each sequence [S], in float32 or higher precision, from the model's outputs [S, 1]."""
     return scores_S1[:, 0].to(torch.promote_types(scores_S1.dtype, torch.float32))
@@ -226,7 +235,9 @@ def _signs(rows: CallRows) -> Tensor:
     return torch.from_numpy(both.reshape(-1).astype(np.float32))
 
 
-def _model_table(table: RewardTable) -> ModelTable:
+def model_table(table: RewardTable) -> ModelTable:
+    """Returns the settings that a reward of kind model shares with other services with a model. Raises ConfigError
+    where it names no model."""
     if table.model is None:
         raise ConfigError("model: a reward of kind model needs the directory of one")
     known = {name: getattr(table, name) for name in ModelTable.model_fields if hasattr(table, name)}

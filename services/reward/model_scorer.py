@@ -1,7 +1,8 @@
-"""Scores of a sequence-classification model that runs in this process."""
+"""Scores of a sequence-classification model: the texts that it reads, and a model that is whole in this process."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,45 +20,29 @@ from services.runtime.worker import CallContext, CallRows
 from settings.reward import RewardTable
 
 
-class ModelScorer(Scorer):
-    """Scores rows by a Hugging Face sequence-classification model, which reads text through a tokenizer of its own,
-    or the actor's token ids (`input = "tensor"`).
+class SequenceModelScorer(Scorer):
+    """Base class of scorers by a Hugging Face sequence-classification model, which reads text through a tokenizer of
+    its own, or the actor's token ids (`input = "tensor"`).
 
     Args:
         table: Config of the service.
-        load: Function that loads the model from its directory. Default: one that refuses a directory in which weights
-            are missing.
-
-    Raises:
-        ConfigError: The table names no model, or one that cannot be loaded.
+        tokenizer: Tokenizer of the model.
+        max_tokens: Most tokens of a row.
     """
 
-    def __init__(self, table: RewardTable, load: Callable[..., Any] | None = None) -> None:
-        if table.model is None:
-            raise ConfigError("model: a reward of kind model needs the directory of one")
-        try:
-            self._scorer = SequenceScorer(
-                table.model,
-                token_budget=table.micro_batch_tokens,
-                dtype=compute_dtype(table),
-                device=rank_device(),
-                load=load,
-            )
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model: {error}") from error
-        self.stage_weights, self.load_weights = self._scorer.stage_weights, self._scorer.load_weights
-        self._max_characters = max(MAX_CHARACTERS, CHARACTERS_PER_TOKEN * self._scorer.max_tokens)
+    def __init__(self, table: RewardTable, tokenizer: Any, max_tokens: int) -> None:
+        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        self._max_characters = max(MAX_CHARACTERS, CHARACTERS_PER_TOKEN * max_tokens)
         if table.input == "tensor":
             self.input_form = worker_pb2.INPUT_FORM_TENSOR
-            self.vocabulary_hash = vocabulary_hash(self._scorer.tokenizer)
+            self.vocabulary_hash = vocabulary_hash(tokenizer)
+
+    @abstractmethod
+    def score_sequences(self, rows: list[list[int]], call: CallContext) -> list[float]:
+        """Returns the score of each row of token ids, from 1 to `max_tokens` of them."""
 
     def kind(self) -> str:
         return "model"
-
-    def held(self, *, learns: bool) -> Iterator[HeldTensor]:
-        """Yields the tensors of the model; `learns` says whether updates change them."""
-        for name, tensor in self._scorer.model.state_dict().items():
-            yield HeldTensor(f"scorer.{name}", "whole", tensor, learns)
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
         """Scores prompt and response of each row as one text. Nothing is truncated: a row with too many characters, or
@@ -72,10 +57,10 @@ class ModelScorer(Scorer):
             for text in texts
         ]
         ids = tokenize_texts(
-            self._scorer.tokenizer,
+            self._tokenizer,
             ["" if fault else text for text, fault in zip(texts, faults, strict=True)],
             call,
-            max_tokens=self._scorer.max_tokens,
+            max_tokens=self._max_tokens,
             progressed=lambda: call.progress(0, len(rows)),
         )
         return self._scores(ids, faults, call)
@@ -94,22 +79,60 @@ class ModelScorer(Scorer):
         gets an error instead of a score."""
         faults = [fault or self._fault(len(ids)) for ids, fault in zip(rows, faults, strict=True)]
         readable = [ids for ids, fault in zip(rows, faults, strict=True) if not fault]
-        call.check()
-
-        def scored(num_rows: int) -> None:
-            call.progress(num_rows, len(readable))
-            call.check()
-
-        scores = iter(self._scorer.score_tokens(readable, scored).tolist())
+        scores = iter(self.score_sequences(readable, call))
         return [reward_pb2.RowScore(error=fault) if fault else row_score(next(scores)) for fault in faults]
 
     def _fault(self, num_tokens: int) -> str:
-        if 0 < num_tokens <= self._scorer.max_tokens:
+        if 0 < num_tokens <= self._max_tokens:
             return ""
         return (
-            f"the row has {num_tokens} tokens; the reward model reads from 1 to {self._scorer.max_tokens}, as "
+            f"the row has {num_tokens} tokens; the reward model reads from 1 to {self._max_tokens}, as "
             "micro_batch_tokens and the positions of the model allow"
         )
+
+
+class ModelScorer(SequenceModelScorer):
+    """Scores rows by a model that is whole on this rank.
+
+    Args:
+        table: Config of the service.
+        load: Function that loads the model from its directory. Default: one that refuses a directory in which weights
+            are missing.
+
+    Raises:
+        ConfigError: The table names no model, or one that cannot be loaded.
+    """
+
+    def __init__(self, table: RewardTable, load: Callable[..., Any] | None = None) -> None:
+        if table.model is None:
+            raise ConfigError("model: a reward of kind model needs the directory of one")
+        try:
+            scorer = SequenceScorer(
+                table.model,
+                token_budget=table.micro_batch_tokens,
+                dtype=compute_dtype(table),
+                device=rank_device(),
+                load=load,
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model: {error}") from error
+        super().__init__(table, scorer.tokenizer, scorer.max_tokens)
+        self._scorer = scorer
+        self.stage_weights, self.load_weights = scorer.stage_weights, scorer.load_weights
+
+    def held(self, *, learns: bool) -> Iterator[HeldTensor]:
+        """Yields the tensors of the model; `learns` says whether updates change them."""
+        for name, tensor in self._scorer.model.state_dict().items():
+            yield HeldTensor(f"scorer.{name}", "whole", tensor, learns)
+
+    def score_sequences(self, rows: list[list[int]], call: CallContext) -> list[float]:
+        call.check()
+
+        def scored(num_rows: int) -> None:
+            call.progress(num_rows, len(rows))
+            call.check()
+
+        return self._scorer.score_tokens(rows, scored).tolist()
 
 
 def _id_rows(rows: CallRows, name: str) -> list[list[int]]:

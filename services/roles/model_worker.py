@@ -1,9 +1,8 @@
-"""Base class of the roles with a model: RPC methods that use a training engine and a tokenizer, inference, and
-updates that take effect on all ranks or on none."""
+"""Base class of the roles with a training engine: the RPC methods that use it, inference, and updates that take effect
+on all ranks or on none."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,40 +14,33 @@ from torch import Tensor
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
-from services.compute import matmul
 from services.compute.heads import Head
 from services.compute.microbatch import to_device
 from services.engines.base import EngineSetup, LossFn, TrainEngine
 from services.engines.implementation import compute_dtype, implementation_of
 from services.models.loading import Load
-from services.models.tokenizers import check_vocabulary, load_tokenizer, vocabulary_hash
+from services.models.tokenizers import check_vocabulary
 from services.roles.background import BackgroundWriter
 from services.roles.columns import Sequences
-from services.roles.device import peak_memory_measured
-from services.roles.engine_errors import as_contract_errors
 from services.roles.engine_factory import make_engine, optimizer_options
-from services.roles.matmul_choice import choose_matmul
+from services.roles.language_worker import LanguageWorker
 from services.roles.micro_batching import Computed, MicroBatcher
-from services.roles.profiler import CallProfiler
 from services.roles.rejected import RowKeeper
 from services.roles.state_history import StateHistory, check_state_id
-from services.roles.tokenization import tokenize_texts
-from services.roles.torch_worker import TorchWorker
 from services.roles.update import Updater
 from services.roles.update_loss import LossTerm, UpdateLoss
 from services.roles.update_plan import MiniBatch, plan_mini_batches
-from services.roles.verified_worker import VerifiedWorker
-from services.roles.weight_check import WeightCheck
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from services.storage.publish import check_writable
+from services.weights.sending import SendingWorker
 from settings.model import ModelTable, OptimizerTable
 from settings.service import ServiceTable
 
 Output = TypeVar("Output")
 
 
-class ModelWorker(VerifiedWorker, TorchWorker):
+class ModelWorker(SendingWorker, LanguageWorker):
     """Worker of a role whose model is in a training engine.
 
     Args:
@@ -64,17 +56,12 @@ class ModelWorker(VerifiedWorker, TorchWorker):
     engine: TrainEngine
     copies_weights = False
     """Whether the role keeps a further copy of the weights, which `copy_weights` updates."""
-    writes_to_rows = True  # torch has no read-only tensors, and tensors share the memory of arrays
 
     def __init__(self, table: ModelTable, ranks: Ranks, load: Load, optimizer: OptimizerTable | None) -> None:
         super().__init__(table, ranks)
         self.table: ModelTable = table
-        if self.torch_device.type == "cpu":
-            choose_matmul(table.matmul, ranks)
+        self.longest_row = table.micro_batch_tokens
         try:
-            self.tokenizer: Any = load_tokenizer(table.model)
-            # Once: for a vocabulary of 128,000 it blocks the event loop for 0.1 s.
-            self._vocabulary_hash = vocabulary_hash(self.tokenizer)
             options = optimizer_options(optimizer) if optimizer else None
             self.engine = make_engine(table, EngineSetup(load, ranks.mesh, self.torch_device, options))
             self.model_config = self.engine.config.get_text_config()
@@ -82,7 +69,6 @@ class ModelWorker(VerifiedWorker, TorchWorker):
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: {error}") from error
         self.engine.progressed = self.progressed
-        self.eos_id: int | None = self.tokenizer.eos_token_id
         self._micro_batcher = MicroBatcher(
             self.engine,
             table.micro_batch_tokens,
@@ -91,10 +77,8 @@ class ModelWorker(VerifiedWorker, TorchWorker):
             vocab_size=self.model_config.vocab_size,
         )
         self.row_keeper = RowKeeper(self)
-        self.weight_check = WeightCheck(self.progressed)
         self._updater = Updater(self.engine, ranks, self.row_keeper)
         self._history = StateHistory(f"{table.address} {ranks.epoch}")
-        self._profiler = CallProfiler()
         self._writer = BackgroundWriter(self.prepare_thread)
 
     @property
@@ -117,33 +101,17 @@ class ModelWorker(VerifiedWorker, TorchWorker):
         return self._writer.writing(directory)
 
     def describe(self) -> worker_pb2.DescribeResponse:
-        return worker_pb2.DescribeResponse(
-            vocabulary_hash=self._vocabulary_hash,
-            parameters=self.engine.num_parameters,
-            engine=self.engine_name(),
-            limits=_limits_of(self.torch_device, compute_dtype(self.table)),
-            max_tokens=min(self.table.micro_batch_tokens, self.model_config.max_position_embeddings),
-            matmul=matmul.backend() if self.torch_device.type == "cpu" else "",
-            cpu_capability=torch.backends.cpu.get_cpu_capability(),
-            torch=torch.__version__,
-        )
+        answer = super().describe()
+        answer.parameters = self.engine.num_parameters
+        answer.engine = self.engine_name()
+        answer.limits.extend(_limits_of(self.torch_device, compute_dtype(self.table)))
+        answer.max_tokens = min(self.table.micro_batch_tokens, self.model_config.max_position_embeddings)
+        return answer
 
     def around(self, run: Callable[[], CallResult]) -> CallResult:
-        """Calls `run`, which runs a method, and returns its result. Profiles the call if an earlier call of the method
-        `profile` requested it, measures its peak memory, and translates errors of engines to those that clients
-        receive."""
-        with (
-            self._history.lost_if_out_of_step(),
-            as_contract_errors(),
-            peak_memory_measured(self.torch_device, releases_cache=bool(self.table.pool)),
-            self._profiler.around_call(),
-        ):
-            return run()
-
-    def tokenized(self, texts: list[str], call: CallContext, **options: Any) -> list[list[int]]:
-        """Returns the token ids of each text by the role's tokenizer; options and errors as for `tokenize_texts`."""
-        options |= {"max_tokens": self.table.micro_batch_tokens, "progressed": self.progressed}
-        return tokenize_texts(self.tokenizer, texts, call, **options)
+        """Calls `run` as the base class does, and forgets the id of the state where ranks fall out of step."""
+        with self._history.lost_if_out_of_step():
+            return super().around(run)
 
     def forward(self, sequences: Sequences, head: Head[Output], call: CallContext) -> list[Computed[Output]]:
         """Splits sequences into micro-batches and runs the model on them without gradients. Collective.
@@ -255,15 +223,6 @@ class ModelWorker(VerifiedWorker, TorchWorker):
     def onload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         self.ranks.agree(None, call.peers_deadline)
         return CallResult(fields={"moved_bytes": self.engine.onload()})
-
-    @register("ONE_TO_ALL", collective=False)
-    def profile(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
-        """Implements Profile: requests a trace of this rank's next calls; returns the path at which it will be."""
-        require(request, "directory", "calls")
-        name = f"{self.role}-{self.ranks.rank}-v{self.policy_version}-{os.getpid()}.json"
-        path = self.output_path(request.directory) / name
-        self._profiler.arm(path, request.calls)
-        return CallResult(fields={"path": str(path)})
 
     @register("ONE_TO_ALL")
     def save_checkpoint(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:

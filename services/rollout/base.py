@@ -1,10 +1,10 @@
-"""The interface of a rollout engine, which generates the actor's responses."""
+"""The interface of a rollout engine, which generates responses with the actor's weights."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
-from services.engines.base import EngineOffloaded, HeldTensor, TrainEngine
+from services.engines.base import EngineOffloaded, HeldTensor
+from services.engines.generation_shards import GenerationShards
 from services.rollout.stops import StopStrings
 from services.runtime.ranks import FailedAlone
-from settings.actor import ActorTable
 from settings.engines import LOWEST_TEMPERATURE
+from settings.generation import GeneratingTable
 
 FinishReason = Literal["stop", "length"]
 """Why a response ended: "stop" at an end-of-sequence token or a stop string, "length" at `max_new_tokens`."""
@@ -89,7 +90,7 @@ class Generation:
 
 
 class RolloutEngine(ABC):
-    """Base class of engines that generate responses, with weights loaded from the training engine.
+    """Base class of engines that generate responses, with weights of a training engine.
 
     Attributes:
         name: name of the engine in configurations and in Describe.
@@ -109,16 +110,24 @@ class RolloutEngine(ABC):
     @classmethod
     @abstractmethod
     def create(
-        cls, table: ActorTable, options: Any, *, engine: TrainEngine, mesh: Mesh, device: torch.device
+        cls,
+        table: GeneratingTable,
+        options: Any,
+        *,
+        shards: GenerationShards | None,
+        mesh: Mesh,
+        device: torch.device,
     ) -> Self:
-        """Builds the rollout engine of an actor. Its weights must be loaded (`load_weights`) before it
-        generates. Collective.
+        """Builds the rollout engine of an actor, or of a rollout service, which has no training engine. Its weights
+        must be loaded (`load_weights`) before it generates. Collective.
 
         Args:
             table: table of the service: `table.model` is the model's directory, and
                 `services.engines.implementation.compute_dtype` gives its type.
             options: the engine's own options, of the type that its spec (`settings.engines.RolloutSpec`) names.
-            engine: training engine of this rank.
+            shards: the shards of the training engine that `load_weights` will be given. None: whole weights, or, in a
+                rollout service whose mesh has several ranks per replica (`mesh.replica_size`), shards by the layouts
+                of `services.engines.three_d.stage.layouts_of_directory`.
             mesh: training and generation mesh of the service.
             device: device of this rank.
 
@@ -131,13 +140,20 @@ class RolloutEngine(ABC):
         """Replaces all weights that this rank generates with.
 
         Args:
-            weights: name in the checkpoint and tensor of each weight, from `TrainEngine.rollout_weights`: whole, or
-                this rank's generation shard. The iterable may be collective, so it is run to its end; engines of
-                several ranks should do so even if loading fails.
+            weights: name in the checkpoint and tensor of each weight, from `TrainEngine.rollout_weights` or received
+                by a rollout service: whole, or this rank's generation shard, which the engine may keep as its own. The
+                iterable may be collective, so it is run to its end; engines of several ranks should do so even if
+                loading fails.
 
         Raises:
             ValueError: a name is not one of the model's, or a weight of the model is missing.
         """
+
+    def weight_memory(self) -> Mapping[str, Tensor]:
+        """Returns the tensors that this rank generates with, by name, each in the form in which `load_weights` takes
+        it, so that a rollout service without a second buffer receives new values in place. Default: none, for an
+        engine that keeps another form; it is then given tensors by `load_weights`."""
+        return {}
 
     def held(self) -> Iterator[HeldTensor]:
         """Yields the tensors with weights that this rank generates with, so that VerifyWeights can compare them with

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class Decoder(ABC):
     max_positions: int | None
     keeps_weights: bool = True
     ranks_together: int = 1
+    _offloaded: Sequence[OffloadedStorage] = ()
 
     @abstractmethod
     def new_cache(self) -> DynamicCache:
@@ -50,6 +51,10 @@ class Decoder(ABC):
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces all weights of the model on this rank; see `RolloutEngine.load_weights`."""
+
+    @abstractmethod
+    def weight_memory(self) -> Mapping[str, Tensor]:
+        """Returns the weights on this rank by name; see `RolloutEngine.weight_memory`."""
 
     @abstractmethod
     def held(self) -> Iterator[HeldTensor]:
@@ -76,6 +81,20 @@ class Decoder(ABC):
         them. Default: `should_stop` itself, for a model on one rank."""
         return should_stop
 
+    def _leave_device(self, tensors: Iterable[Tensor]) -> int:
+        """Moves tensors from the device to host memory, even if the device is the CPU; returns the bytes moved."""
+        offloaded = copy_to_host(tensors)
+        free(offloaded)
+        self._offloaded = offloaded
+        torch.cuda.empty_cache()
+        return num_bytes(offloaded)
+
+    def _return_to_device(self) -> int:
+        """Moves what `_leave_device` has moved back to the device; returns the bytes moved, 0 if there are none."""
+        bring_back(self._offloaded)
+        taken, self._offloaded = num_bytes(self._offloaded), ()
+        return taken
+
 
 class WholeDecoder(Decoder):
     """Decoder on a transformers model that is whole on this rank. Puts the model into eval mode and disables its
@@ -84,7 +103,6 @@ class WholeDecoder(Decoder):
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model.eval().requires_grad_(False)
         self.device = model.device
-        self._offloaded: list[OffloadedStorage] = []
         self.max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
     def new_cache(self) -> DynamicCache:
@@ -106,24 +124,18 @@ class WholeDecoder(Decoder):
                 own[name].copy_(tensor)
         check_names(names, own.keys())
 
+    def weight_memory(self) -> Mapping[str, Tensor]:
+        return self._model.state_dict()
+
     def held(self) -> Iterator[HeldTensor]:
         for name, tensor in self._model.state_dict().items():
             yield HeldTensor(f"generation.{name}", "whole", tensor, learns=True)
 
     def sleep(self) -> int:
         """Moves the weights to host memory until `wake`; returns the bytes moved, 0 if they are on a CPU."""
-        return 0 if self.device.type == "cpu" else self._leave_device()
+        if self.device.type == "cpu":
+            return 0
+        return self._leave_device([*self._model.parameters(), *self._model.buffers()])
 
     def wake(self) -> int:
-        bring_back(self._offloaded)
-        taken, self._offloaded = num_bytes(self._offloaded), []
-        return taken
-
-    def _leave_device(self) -> int:
-        """Moves the weights from the device to host memory, even if the device is the CPU; returns the bytes
-        moved."""
-        offloaded = copy_to_host([*self._model.parameters(), *self._model.buffers()])
-        free(offloaded)
-        self._offloaded = offloaded
-        torch.cuda.empty_cache()
-        return num_bytes(offloaded)
+        return self._return_to_device()

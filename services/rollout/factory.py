@@ -1,4 +1,4 @@
-"""Builds the rollout engine that an actor's table of the configuration names."""
+"""Builds the rollout engine that a service's table of the configuration names."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import torch
 
 from nccl_transfer.refs.mesh import Mesh
 from rlhf.errors import ConfigError
-from services.engines.base import TrainEngine
+from services.engines.generation_shards import GenerationShards
 from services.engines.implementation import implementation_of
 from services.rollout.base import RolloutEngine
-from settings.actor import ActorTable
+from settings.generation import GeneratingTable
 
 
-def make_rollout(table: ActorTable, engine: TrainEngine, mesh: Mesh, device: torch.device) -> RolloutEngine:
+def make_rollout(
+    table: GeneratingTable, shards: GenerationShards | None, mesh: Mesh, device: torch.device
+) -> RolloutEngine:
     """Builds the rollout engine named by `table.rollout_engine`. Its weights must be loaded (`load_weights`) before
     it generates. Collective.
 
     Args:
-        table: Table of the actor's service.
-        engine: Training engine of this rank.
+        table: Table of the service.
+        shards: As in `RolloutEngine.create`.
         mesh: Training and generation mesh of the service.
         device: Device of this rank.
 
@@ -29,6 +31,6 @@ def make_rollout(table: ActorTable, engine: TrainEngine, mesh: Mesh, device: tor
     implementation = implementation_of("rollout_engine", name, spec, RolloutEngine)
     options = spec.options.model_validate(getattr(table, spec.options_key))
     try:
-        return implementation.create(table, options, engine=engine, mesh=mesh, device=device)
+        return implementation.create(table, options, shards=shards, mesh=mesh, device=device)
     except ValueError as error:
         raise ConfigError(f"rollout_engine {name}: {error}") from error

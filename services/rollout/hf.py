@@ -1,4 +1,4 @@
-"""The rollout engine `hf`: a transformers model in the actor's process, with this project's KV cache and decoding
+"""The rollout engine `hf`: a transformers model in the rank's process, with this project's KV cache and decoding
 loop.
 
 transformers' own `generate` draws the tokens of all rows from one random generator, so a row's text would depend on
@@ -7,7 +7,7 @@ the other rows; here each row has its own stream of random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -20,9 +20,9 @@ from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.copies import copy_together
 from services.compute.splitting import cut
-from services.engines.base import HeldTensor, TrainEngine
+from services.engines.base import HeldTensor
+from services.engines.generation_shards import GenerationShards
 from services.engines.implementation import compute_dtype
-from services.engines.three_d.engine import ThreeDParallelEngine
 from services.models.families import load_causal_lm
 from services.rollout.base import (
     Generation,
@@ -34,7 +34,7 @@ from services.rollout.decoder import Decoder, WholeDecoder
 from services.rollout.kv_cache import reserve
 from services.rollout.sampling import uniforms
 from services.rollout.sharded import ShardedDecoder
-from settings.actor import ActorTable
+from settings.generation import GeneratingTable
 
 # Finished rows are dropped from the batch once they are this share of it. Dropping copies the cache of the other rows,
 # which costs less than a decoding step.
@@ -65,19 +65,28 @@ class HFRollout(RolloutEngine):
 
     @classmethod
     def create(
-        cls, table: ActorTable, options: Any, *, engine: TrainEngine, mesh: Mesh, device: torch.device
+        cls,
+        table: GeneratingTable,
+        options: Any,
+        *,
+        shards: GenerationShards | None,
+        mesh: Mesh,
+        device: torch.device,
     ) -> Self:
-        """Builds the engine on a `ShardedDecoder` if the training engine has a transition, otherwise on a whole model
-        from `table.model`. Collective in the former case."""
+        """Builds the engine on a `ShardedDecoder` if weights come in shards, otherwise on a whole model from
+        `table.model`. Collective in the former case."""
         dtype = compute_dtype(table)
-        if isinstance(engine, ThreeDParallelEngine) and engine.transition is not None:
-            decoder = ShardedDecoder(table.model, mesh, engine.transition, dtype=dtype, device=device)
+        if shards is not None or mesh.replica_size > 1:
+            decoder = ShardedDecoder(table.model, mesh, shards, dtype=dtype, device=device)
             return cls(decoder, token_budget=table.rollout_tokens)
         model: Any = load_causal_lm(table.model, dtype)
         return cls(model.to(device), token_budget=table.rollout_tokens)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._decoder.load_weights(weights)
+
+    def weight_memory(self) -> Mapping[str, Tensor]:
+        return self._decoder.weight_memory()
 
     def held(self) -> Iterator[HeldTensor]:
         return self._decoder.held()

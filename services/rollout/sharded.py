@@ -1,5 +1,5 @@
 """Decoding with a model that is sharded over the generation mesh pg-tg-dg-d, on ranks that train on the mesh p-t-d
-(HybridFlow paper, section 5, 3D-HybridEngine)."""
+(HybridFlow paper, section 5, 3D-HybridEngine), or on ranks that only generate, on a mesh of their own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers import DynamicCache
 
 from nccl_transfer.refs.mesh import Mesh
 from services.engines.base import HeldTensor
+from services.engines.generation_shards import GenerationShards
 from services.engines.three_d.groups import MeshGroups
 from services.engines.three_d.stage import ModelStage
-from services.engines.three_d.transition import Transition
 from services.rollout.base import SamplingOptions, check_names
 from services.rollout.decoder import Decoder
 from services.runtime.process_groups import own_group
@@ -29,8 +29,8 @@ class ShardedDecoder(Decoder):
     Args:
         directory: Hugging Face directory of the model.
         mesh: Training and generation mesh.
-        transition: Gathers the generation weights. If it has permanent buffers, this model's weights are views of
-            them.
+        shards: The shards of the training engine of these ranks. If they have permanent memory, this model's weights
+            are views of it. None for ranks without a training engine: weights have memory of their own.
         dtype: Type of weights and activations.
         device: Device of this rank.
     """
@@ -39,7 +39,7 @@ class ShardedDecoder(Decoder):
         self,
         directory: Path,
         mesh: Mesh,
-        transition: Transition,
+        shards: GenerationShards | None,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -55,14 +55,16 @@ class ShardedDecoder(Decoder):
             self._groups,
             device=device,
             dtype=dtype,
-            layouts=transition.layouts,
+            layouts=shards.layouts if shards is not None else None,
         )
-        self._stage.allocate(transition.generation_memory())
-        self._transition = transition
+        self._stage.allocate(shards.generation_memory() if shards is not None else None)
+        self._shards = shards
         # Gathering weights again takes less time than a copy in host memory.
-        self.keeps_weights = transition.in_place
+        self.keeps_weights = shards is None or shards.in_place
         for parameter in self._stage.parameters.values():
             parameter.requires_grad_(False)
+            if shards is None:
+                parameter.zero_()  # padding has no other values
         self.max_positions = getattr(self._stage.config, "max_position_embeddings", None)
 
     def new_cache(self) -> DynamicCache:
@@ -121,6 +123,9 @@ class ShardedDecoder(Decoder):
                 self._stage.parameters[name].data = tensor
         check_names(came, self._stage.parameters.keys())
 
+    def weight_memory(self) -> Mapping[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._stage.parameters.items()}
+
     def held(self) -> Iterator[HeldTensor]:
         place = f"stage {self._groups.stage}, part {self._groups.tensor_index}"
         for name, parameter in self._stage.parameters.items():
@@ -128,7 +133,10 @@ class ShardedDecoder(Decoder):
 
     def sleep(self) -> int:
         """Frees the gathered weights and returns their bytes; does nothing and returns 0 if the weights are views of
-        permanent buffers, which belong to the training engine."""
+        permanent buffers, which belong to the training engine. Without a training engine, moves them to host memory,
+        unless they are on a CPU."""
+        if self._shards is None and self.device.type != "cpu":
+            return self._leave_device(self._stage.parameters.values())
         if self.keeps_weights:
             return 0
         held = self._held_bytes()
@@ -137,12 +145,14 @@ class ShardedDecoder(Decoder):
         return held - self._held_bytes()
 
     def wake(self) -> int:
-        """Does nothing and returns 0, since `load_weights` brings the memory of the weights."""
-        return 0
+        """Brings weights back from host memory. Does nothing and returns 0 with a training engine, whose weights
+        `load_weights` brings."""
+        return self._return_to_device()
 
     def _drop_weights(self) -> None:
         """Replaces the generation shards of this rank by placeholders of the same shapes that take no memory."""
-        memory = self._transition.generation_memory()
+        assert self._shards is not None, "weights that are not gathered are kept"
+        memory = self._shards.generation_memory()
         for name, parameter in self._stage.parameters.items():
             parameter.data = memory(name)
 

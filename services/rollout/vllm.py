@@ -1,4 +1,5 @@
-"""The rollout engine `vllm`: vLLM in the actor's own processes, beside the training engine, on the same devices.
+"""The rollout engine `vllm`: vLLM in the ranks' own processes, those of an actor beside its training engine, on the
+same devices.
 
 The ranks of a tensor-parallel group generate the same rows and make the same steps. Weights are replaced in place.
 """
@@ -17,17 +18,18 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nccl_transfer.refs.mesh import Mesh
-from services.engines.base import HeldTensor, TrainEngine
+from services.engines.base import HeldTensor
+from services.engines.generation_shards import GenerationShards
 from services.engines.implementation import compute_dtype
-from services.engines.three_d.engine import ThreeDParallelEngine
+from services.engines.three_d.stage import layouts_of_directory
 from services.rollout.base import Generation, Meter, RolloutEngine, SamplingOptions, check_names
 from services.rollout.stops import StopMatcher
 from services.rollout.vllm_engine import get_tp_group, runs_eagerly, start_engine  # pyright: ignore[reportAttributeAccessIssue] - without vLLM
 from services.rollout.vllm_requests import check_temperature, generation_of, parameters
 from services.rollout.vllm_shards import load_parts
 from services.storage.layout import Layout
-from settings.actor import ActorTable
 from settings.engines import VllmTable
+from settings.generation import GeneratingTable
 
 
 class VLLMRollout(RolloutEngine):
@@ -70,15 +72,23 @@ class VLLMRollout(RolloutEngine):
 
     @classmethod
     def create(
-        cls, table: ActorTable, options: VllmTable, *, engine: TrainEngine, mesh: Mesh, device: torch.device
+        cls,
+        table: GeneratingTable,
+        options: VllmTable,
+        *,
+        shards: GenerationShards | None,
+        mesh: Mesh,
+        device: torch.device,
     ) -> Self:
-        transition = engine.transition if isinstance(engine, ThreeDParallelEngine) else None
+        layouts = shards.layouts if shards is not None else None
+        if layouts is None and mesh.replica_size > 1:
+            layouts = layouts_of_directory(table.model, pipeline=1, tensor=mesh.generation_tensor)
         return cls(
             table.model,
             dtype=compute_dtype(table),
             table=options,
             identity=f"rlhf-{table.address.rpartition(':')[2]}",
-            layouts=transition.layouts if transition is not None else None,
+            layouts=layouts,
             tensor_parallel=mesh.generation_tensor,
         )
 

@@ -56,6 +56,7 @@ class CallQueue:
         self._introductions = Introductions(
             lambda: (store.endpoint, *worker.ranks.endpoints),
             lambda adverts: fetcher.check_adverts(adverts),
+            lambda endpoint: fetcher.forget(endpoint),
         )
         self._responses = ResponseMemory()
         self._turns = TurnQueue()
@@ -226,12 +227,15 @@ class CallQueue:
             )
 
     def _check_endpoints(self, method: Method, request: Any) -> None:
-        """Raises InvalidRequest if the request's batch names an endpoint that its session has not introduced; later
-        calls then do not wait for this one's sequence number."""
-        if not method.takes_rows or not request.HasField("batch"):
+        """Raises InvalidRequest if the request's batch, or its transfer of weights, names a source that its session has
+        not introduced; later calls then do not wait for this one's sequence number."""
+        named = [*request.batch.endpoints] if method.takes_rows else []
+        if method.moves_weights:
+            named += [source.endpoint for source in request.transfer.sources]
+        if not named:
             return
         try:
-            self._introductions.check(request.call.session, request.batch.endpoints)
+            self._introductions.check(request.call.session, named)
         except InvalidRequest:
             if request.call.sequence:
                 self._turns.abandon(request.call.session, request.call.sequence)

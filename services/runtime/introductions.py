@@ -24,14 +24,18 @@ class Introductions:
     Args:
         own: Returns the endpoints of this rank's service, as its ranks exchanged them; an element is None if unknown.
         check_adverts: Raises ValueError if an endpoint cannot have these adverts, by name of the transport.
+        gone: Called with each endpoint that no session has introduced any more and that is not of this rank's own
+            service.
     """
 
     def __init__(
         self,
         own: Callable[[], Iterable[Endpoint | None]],
         check_adverts: Callable[[Mapping[str, bytes]], None],
+        gone: Callable[[Endpoint], None],
     ) -> None:
         self._own = own
+        self._gone = gone
         self._check_adverts = check_adverts
         self._sessions: dict[str, dict[str, Endpoint]] = {}
 
@@ -49,13 +53,21 @@ class Introductions:
             )
         for endpoint in added.values():
             self._check(endpoint)
-        self._sessions[session] = known | {
-            address: endpoint_from_proto(endpoint) for address, endpoint in added.items()
-        }
+        new = {address: endpoint_from_proto(endpoint) for address, endpoint in added.items()}
+        self._sessions[session] = known | new
+        self._let_go(known[address] for address in known.keys() & new.keys())
 
     def forget(self, session: str) -> None:
         """Removes all endpoints of a session."""
-        self._sessions.pop(session, None)
+        self._let_go(self._sessions.pop(session, {}).values())
+
+    def _let_go(self, endpoints: Iterable[Endpoint]) -> None:
+        """Calls `gone` with those of these endpoints that nobody may name any more."""
+        left = [e for e in endpoints if all(known.get(e.address) != e for known in self._sessions.values())]
+        own = {e.address: e for e in self._own() if e is not None} if left else {}
+        for endpoint in left:
+            if own.get(endpoint.address) != endpoint:
+                self._gone(endpoint)
 
     def check(self, session: str, endpoints: Iterable[common_pb2.Endpoint]) -> None:
         """Raises InvalidRequest if one of these endpoints neither was introduced by the session nor is of this rank's
@@ -68,7 +80,7 @@ class Introductions:
                 is_known = stranger.address in {**known, **own}
                 as_said = ", as it is given here," if is_known else ""
                 raise InvalidRequest(
-                    f"batch: the endpoint {stranger}{as_said} is none that session {session!r} has introduced to this "
+                    f"the endpoint {stranger}{as_said} is none that session {session!r} has introduced to this "
                     "rank (WorkerService.Introduce)"
                 )
 

@@ -33,7 +33,9 @@ from services.runtime.worker import Worker
 from settings import meshes
 from settings.actor import ActorTable
 from settings.fit import check_model_fits
+from settings.hub import fetch, hub_model
 from settings.model import ModelTable
+from settings.rollout import RolloutServiceTable
 from settings.security import load_security
 from settings.service import ServiceTable
 from settings.services import load_service, named_losses, output_roots
@@ -99,9 +101,11 @@ def command(role: str, worker_class: WorkerChoice | None = None) -> click.Comman
             _warn_of_open_store()
             table = load_service(config, name, settings)
             security.adopt(load_security(config, settings))
-            _check(table, spec.name, name)
+            local = _with_local_model(table, name)
+            _check(local, spec.name, name)
             choose = worker_class or load_object(spec.worker, FunctionType)
-            _serve(table, name, choose, output_roots(config, table, settings), named_losses(config, settings))
+            roots, losses = output_roots(config, table, settings), named_losses(config, settings)
+            _serve(local, name, choose, roots, losses, given=table)
         except (RlhfError, OSError) as error:
             print(f"fatal: {name}: {error}".replace("\n", " "), file=sys.stderr, flush=True)
             os._exit(2)
@@ -143,6 +147,17 @@ def _warn_of_open_store() -> None:
         )
 
 
+def _with_local_model(table: ServiceTable, name: str) -> ServiceTable:
+    """Returns the table with a directory as `model` where it names a model on the hub, which is downloaded if this host
+    does not have it yet. Raises ConfigError where that fails, or takes longer than `startup_timeout_s`."""
+    model: Path | None = getattr(table, "model", None)
+    if model is None or table.model_directory is None or hub_model(model) is None:
+        return table
+    directory = fetch(model, f"services.{name}.model", table.startup_timeout_s)
+    logging.info("model %s is %s", model, directory)
+    return table.model_copy(update={"model": directory})
+
+
 def _check(table: ServiceTable, role: str, name: str) -> None:
     """Checks role, number of ranks, model directory, size of the model, port, and whether it may be open to other
     hosts, before torch is imported.
@@ -176,11 +191,13 @@ def _serve(
     worker_class: WorkerChoice,
     roots: tuple[Path, ...],
     losses: frozenset[str],
+    given: ServiceTable | None = None,
 ) -> None:
     """Builds the worker, serves its rank until SIGTERM or SIGINT, and ends the process with status 0.
 
     Args:
         table, name: The service's table and its name in the configuration.
+        given: The table as the configuration has it, which the controller compares with its own. Default: `table`.
         worker_class: Returns the worker class for the table.
         roots, losses: `Worker.output_roots` and `Worker.losses`.
 
@@ -208,6 +225,7 @@ def _serve(
     ranks = Ranks.join(needs_torch=chosen.uses_torch(table), model_mesh=_model_mesh(table))
     worker = chosen(table, ranks)
     worker.service, worker.output_roots, worker.losses = name, roots, losses
+    worker.config_table = given or worker.config_table
     torch = sys.modules.get("torch")
     if torch and not torch.cuda.is_available():
         keep_freed_memory()
@@ -252,12 +270,13 @@ def keep_freed_memory() -> None:
 def _model_mesh(table: ServiceTable) -> Mesh | None:
     """Returns the training and generation mesh of a table; None for a role without a model and for an empty
     `mesh`."""
-    if not isinstance(table, ModelTable) or not table.mesh:
+    mesh = table.mesh if isinstance(table, ModelTable | RolloutServiceTable) else ""
+    if not mesh:
         return None
     if not isinstance(table, ActorTable):
-        return Mesh(*meshes.parse(table.mesh))
-    generation = meshes.generation_sizes(table.generation_mesh, table.mesh)
-    return Mesh(*meshes.parse(table.mesh), *generation, usual_order=table.transition != "hybridflow")
+        return Mesh(*meshes.parse(mesh))
+    generation = meshes.generation_sizes(table.generation_mesh, mesh)
+    return Mesh(*meshes.parse(mesh), *generation, usual_order=table.transition != "hybridflow")
 
 
 async def _run(worker: Worker, name: str) -> None:

@@ -19,6 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from nccl_transfer.bucket_board import BucketBoard
 from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.devices.tensors import DeviceTensors
 from nccl_transfer.fetch import Fetcher
@@ -87,6 +88,7 @@ class RankServer:
         self._on_gpu = gpu is not None
         self.store = TensorStore(table.arena_mb << 20, table.checksums, _device_arena(gpu, table))
         self.fetcher = Fetcher(host_id(), create_readers(table.transports, on_gpu=self._on_gpu), self.store)
+        self.worker.buckets, self.worker.fetcher = BucketBoard(self.store), self.fetcher
         self.unavailable = unavailable(on_gpu=self._on_gpu)
         self._hosts = host_addresses(table)
         self._stop = asyncio.Event()
@@ -219,17 +221,18 @@ class RankServer:
             self._stop,
             self._drained,
         )
-        rows = TransferHandlers(self.store, self.fetcher, self.queue.sessions, self.unavailable)
+        rows = TransferHandlers(
+            self.store, self.fetcher, self.worker.buckets, self.queue.sessions, self.unavailable
+        )
         direct = {
             **{worker[name].path: handler for name, handler in own.handlers().items()},
             **{transfer[name].path: handler for name, handler in rows.handlers().items()},
             **self.sources.handlers(),
         }
-        in_turn = {method.path for method, _ in self.methods.values()}
         for service, methods in self._services().items():
             table = {}
             for method in methods.values():
-                handler = self._in_turn(method) if method.path in in_turn else direct.get(method.path)
+                handler = self._in_turn(method) if method.path in self.methods else direct.get(method.path)
                 if handler is None:
                     raise ConfigError(
                         f"{method.path}: the source of its transport has no handler of this name"
@@ -243,7 +246,7 @@ class RankServer:
     def _in_turn(self, method: Method) -> Handler:
         """Returns a handler that queues each call of a method and awaits its response; queued calls of all methods
         run one at a time on this rank, in the order of their sequence numbers."""
-        method, registration = self.methods[method.snake_name]
+        method, registration = self.methods[method.path]
 
         async def run(request: Any, context: Any) -> Any:
             self._guard.check(self._guard.granted(context), method, request)

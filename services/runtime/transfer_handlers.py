@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from nccl_transfer.bucket_board import BucketBoard
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.spill import spill_response
@@ -18,11 +19,12 @@ from services.runtime.sessions import Sessions
 
 
 class TransferHandlers:
-    """Handlers of TakeRelayed, Put, Spill, Stat and MarkCorrupt.
+    """Handlers of TakeRelayed, TakeBucket, Put, Spill, Stat and MarkCorrupt.
 
     Args:
         store: Store of the rank's rows.
         fetcher: Fetches rows from other ranks and counts the traffic.
+        buckets: Buckets of weights that this rank offers.
         sessions: Sessions of the rank; Put stores rows for no other.
         unavailable: For each transport that is not available on this host, the reason, by name.
     """
@@ -31,11 +33,13 @@ class TransferHandlers:
         self,
         store: TensorStore,
         fetcher: Fetcher,
+        buckets: BucketBoard,
         sessions: Sessions,
         unavailable: Mapping[str, str],
     ) -> None:
         self._store = store
         self._fetcher = fetcher
+        self._buckets = buckets
         self._sessions = sessions
         self._unavailable = unavailable
 
@@ -43,6 +47,7 @@ class TransferHandlers:
         """Returns the handlers by method name."""
         return {
             "TakeRelayed": self._take_relayed,
+            "TakeBucket": self._take_bucket,
             "Put": self._put,
             "Spill": self._spill,
             "Stat": self._stat,
@@ -51,6 +56,9 @@ class TransferHandlers:
 
     async def _take_relayed(self, request: Any, context: Any) -> transfer_pb2.TakeRelayedResponse:
         return await self._fetcher.relays.take(request, timeout_s(context))
+
+    async def _take_bucket(self, request: Any, context: Any) -> transfer_pb2.TakeBucketResponse:
+        return await self._buckets.take(request, timeout_s(context))
 
     async def _put(self, request: transfer_pb2.PutRequest, context: Any) -> transfer_pb2.PutResponse:
         """Stores the request's rows and returns references to them; raises Refused for a session that is not open."""
@@ -64,7 +72,9 @@ class TransferHandlers:
         return await spill_response(self._store, request, timeout_s(context))
 
     async def _stat(self, request: Any, context: Any) -> transfer_pb2.StatResponse:
-        return stat_response(self._store, self._fetcher.traffic(), self._unavailable)
+        return stat_response(
+            self._store, self._fetcher.traffic(), self._unavailable, self._fetcher.failures()
+        )
 
     async def _mark_corrupt(self, request: Any, context: Any) -> transfer_pb2.MarkCorruptResponse:
         return mark_corrupt_response(self._store, request)

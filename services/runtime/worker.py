@@ -14,8 +14,10 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
+from nccl_transfer.bucket_board import BucketBoard
 from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.devices.tensors import DeviceTensors
+from nccl_transfer.fetch import Fetcher
 from nccl_transfer.rows import FetchedRows, Values
 from rlhf.contract import Method, group_methods
 from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, Refused
@@ -197,6 +199,10 @@ class Worker:
     writes_to_rows: ClassVar[bool] = False
     """Whether arrays fetched from other ranks must be writable (see `Fetcher.fetch`). Arrays that are sent in the
     request message itself are read-only in any case."""
+    buckets: BucketBoard
+    """Board on which the rank offers buckets of weights. Set by the server, before the first call."""
+    fetcher: Fetcher
+    """Reads memory of other ranks. Set by the server, before the first call."""
 
     def __init__(self, table: ServiceTable, ranks: Ranks) -> None:
         self.table = self.config_table = table
@@ -278,6 +284,16 @@ class Worker:
     def verify_weights(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         """Default, for a role without weights: does nothing; the response says that 0 bytes were verified."""
         return CallResult()
+
+    @register("ONE_TO_ALL", collective=False)
+    def describe_weights(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Default, for a role without weights: does nothing; the response has no slices."""
+        return CallResult()
+
+    @register("ONE_TO_ALL", collective=False)
+    def send_weights(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Default, for a role without a training engine: raises InvalidRequest."""
+        raise InvalidRequest(f"{self.role} has no weights to send")
 
     @register("ONE_TO_ALL", collective=False)
     def begin_session(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
@@ -380,10 +396,11 @@ def require(request: Any, *names: str) -> None:
 
 
 def registered_methods(worker: type[Worker]) -> dict[str, tuple[Method, Registration]]:
-    """Returns the methods that the controller calls on all ranks of a worker's roles, with their registrations.
+    """Returns the methods that the controller calls on all ranks of a worker's roles, with their registrations. Methods
+    of the same name in several roles are the same method of the worker.
 
     Returns:
-        (method, registration) by the method's Python name, such as "update_actor".
+        (method, registration) by the method's path, such as "/rlhf.v1.ActorService/UpdateActor".
 
     Raises:
         TypeError: The worker lacks a method of its proto, or registers it with a different transfer protocol than the
@@ -391,8 +408,8 @@ def registered_methods(worker: type[Worker]) -> dict[str, tuple[Method, Registra
     """
     found = {}
     roles = (worker.role, *worker.also_serves)
-    methods = {name: method for role in roles for name, method in group_methods(role).items()}
-    for name, method in methods.items():
+    for method in {method.path: method for role in roles for method in group_methods(role).values()}.values():
+        name = method.snake_name
         registration = getattr(getattr(worker, name, None), "registration", None)
         if registration is None:
             raise TypeError(f"{worker.__name__} has no registered method {name} for {method.path}")
@@ -402,5 +419,5 @@ def registered_methods(worker: type[Worker]) -> dict[str, tuple[Method, Registra
                 f"{worker.__name__}.{name} is registered with {registration.protocol}, "
                 f"but {method.path} declares {declared}"
             )
-        found[name] = (method, registration)
+        found[method.path] = (method, registration)
     return found

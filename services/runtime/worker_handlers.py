@@ -39,7 +39,7 @@ class WorkerHandlers:
     Args:
         service: Name of the service in the configuration.
         worker: Worker of this rank.
-        methods: Methods whose calls are queued, with their registrations, by Python name.
+        methods: Methods whose calls are queued, with their registrations, by path.
         queue: Queue of the rank's calls.
         store: Store of the rank's rows.
         ranks_info: RankInfo of each rank of the service, in rank order.
@@ -159,8 +159,7 @@ class WorkerHandlers:
 
     async def _dispatch(self, requests: Any, context: Any) -> None:
         """Serves one Dispatch stream until its caller ends it; raises ServiceLost once the rank has drained."""
-        methods = {method.path: (method, registration) for method, registration in self._methods.values()}
-        stream = DispatchStream(self._queue, methods, self._boundary.status_of, self._guard, context)
+        stream = DispatchStream(self._queue, self._methods, self._boundary.status_of, self._guard, context)
         serving = asyncio.ensure_future(stream.serve())
         stopping = asyncio.ensure_future(self._drained.wait())
         try:

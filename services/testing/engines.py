@@ -38,6 +38,7 @@ from services.rollout.factory import make_rollout
 from services.rollout.sampling import row_seeds
 from services.storage.checkpoint import WeightShard, read_shards
 from services.testing.single_rank import single_rank
+from services.testing.weights import SentWeights
 from settings.actor import ActorTable
 
 LOSS_TOLERANCE = 0.02
@@ -270,7 +271,7 @@ class EngineNumbers:
 
     def make_rollout(self, engine: TrainEngine, directory: Path, device: torch.device) -> RolloutEngine:
         """Returns a rollout engine for a training engine, built as the actor builds it; it has no weights yet."""
-        return make_rollout(self.table(directory), engine, Mesh(), device)
+        return make_rollout(self.table(directory), engine.generation_shards, Mesh(), device)
 
     def can_offload(self, engine: TrainEngine) -> bool:
         """Returns whether tests can move the engine's tensors with `take_off`."""
@@ -369,7 +370,7 @@ class EngineNumbers:
         assert torch.equal(first.log_probs.values, again.log_probs.values)
 
 
-class EngineContract(EngineNumbers):
+class EngineContract(EngineNumbers, SentWeights):
     """Tests that every training engine passes. The tests of an engine are a subclass that sets `keys`, for example to
     `{"engine": "my_package.engines:mine"}`."""
 

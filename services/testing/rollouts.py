@@ -200,7 +200,7 @@ class RolloutResponses:
         if package and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
         trained = make_engine(table, EngineSetup(load_causal_lm, Mesh(), CPU, OptimizerOptions()))
-        return make_rollout(table, trained, Mesh(), CPU)
+        return make_rollout(table, trained.generation_shards, Mesh(), CPU)
 
     @pytest.fixture
     def engine(self, started: RolloutEngine, model: PreTrainedModel) -> RolloutEngine:

@@ -15,6 +15,7 @@ from settings.memory.use import AdapterSize, ModelUse, RolloutUse
 from settings.model import ModelTable
 from settings.reference import ReferenceTable
 from settings.reward import RewardTable
+from settings.rollout import RolloutServiceTable
 from settings.service import ServiceTable
 
 GIB = 1 << 30
@@ -41,6 +42,8 @@ def service_use(table: ServiceTable, *, on_gpu: bool, truncates: bool = False) -
             return _reward_use(table, on_gpu)
         case ActorTable() | CriticTable() | ReferenceTable():
             return _model_use(table, on_gpu, truncates)
+        case RolloutServiceTable():
+            raise NotPredicted("it has no training engine")
         case _:
             raise NotPredicted(f"role {table.role} is a plug-in")
 
@@ -51,18 +54,19 @@ def _computed(dtype: str, on_gpu: bool) -> Literal["float32", "bfloat16"]:
 
 
 def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
-    """Returns the use of a reward model: whole on every rank, and sharded by fsdp beside it where it learns."""
-    if table.kind != "model" or table.model is None:
+    """Returns the use of a reward model: whole on every rank unless it is sharded, and sharded by fsdp beside it
+    where it learns."""
+    if table.model_directory is None:
         raise NotPredicted(f"kind {table.kind} has no model of its own")
     return ModelUse(
-        _shape(table.model, "score"),
-        engine="whole" if table.optimizer is None else "fsdp",
+        _shape(table.model_directory, "score"),
+        engine="whole" if table.optimizer is None and not table.sharded else "fsdp",
         mesh=(1, 1, table.ranks),
         dtype=_computed(table.dtype, on_gpu),
         learns=table.optimizer is not None,
         packing=False,
         micro_batch_tokens=table.micro_batch_tokens,
-        scores_with_copy=table.optimizer is not None,
+        scores_with_copy=table.optimizer is not None and not table.sharded,
         on_gpu=on_gpu,
         arena_bytes=table.arena_mb << 20,
         device_arena_bytes=_device_arena_bytes(table, on_gpu),
@@ -80,7 +84,7 @@ def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
     lora = table.lora if isinstance(table, ActorTable) else None
     targets = lora.target_modules if lora is not None else ()
     return ModelUse(
-        _shape(table.model, "value" if isinstance(table, CriticTable) else "lm"),
+        _shape(table.model_directory, "value" if isinstance(table, CriticTable) else "lm"),
         engine=table.engine,  # pyright: ignore[reportArgumentType] - one of the three, as was just checked
         mesh=meshes.parse(table.mesh) if table.mesh else (1, 1, table.ranks),
         shards_over_data=table.shards_over_data,

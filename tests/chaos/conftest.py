@@ -20,8 +20,10 @@ import grpc
 import psutil
 import pytest
 import tomli_w
+from chaos.forked_program import run_program
 
 from integration.harness import free_ports
+from integration.ranks import server_context
 from rlhf.v1 import worker_pb2, worker_pb2_grpc
 
 HERE = Path(__file__).parent
@@ -136,6 +138,20 @@ class Site:
         """Starts an installed program."""
         command = [str(Path(sys.executable).with_name(program)), *arguments]
         return Program(command, self.directory, self._environment())
+
+    def run_forked(self, program: str, *arguments: str, timeout_s: float) -> Ended:
+        """Runs an installed program to its end, in a fork of a process that has imported most of it: for the many that
+        end before they have done anything, an interpreter's start takes most of the time."""
+        out, err = self.directory / f"{program}.out", self.directory / f"{program}.err"
+        given = (program, arguments, self.directory, self._environment(), out, err)
+        process = server_context().Process(target=run_program, args=given)
+        process.start()
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise AssertionError(f"{program} goes on after {timeout_s:g} s")
+        return Ended(process.exitcode, out.read_text(), err.read_text())
 
     def controller(self, *settings: str, algorithm: str = "ppo", launch: bool = False) -> Program:
         """Starts rlhf-controller with the config and these settings."""

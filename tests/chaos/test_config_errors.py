@@ -117,7 +117,7 @@ def assert_nothing_was_started(site: Site) -> None:
 
 @pytest.mark.parametrize("command", CASES)
 def test_a_mistake_is_one_line_and_starts_nothing(site: Site, command: str) -> None:
-    ended = site.start(*command.split()).end(TIMEOUT_S)
+    ended = site.run_forked(*command.split(), timeout_s=TIMEOUT_S)
     assert ended.line.startswith("error: ")
     assert CASES[command] in ended.line
     assert ended.code == USAGE_ERROR

@@ -9,7 +9,8 @@ import numpy as np
 
 from integration.harness import POLICY_LOSS, SHARDED, TWO_STEPS, VALUE_LOSS, jagged
 from nccl_transfer.refs.batch import Batch
-from rlhf.v1 import actor_pb2, reward_pb2
+from nccl_transfer.refs.wire import ELEMENT_TYPES
+from rlhf.v1 import actor_pb2, reward_pb2, weights_pb2
 
 SAMPLING = actor_pb2.Sampling(temperature=1.0, max_new_tokens=6)
 
@@ -17,11 +18,18 @@ Valid = Mapping[str, tuple[Batch | None, Mapping[str, Any]]]
 """Rows and fields of a valid request, by the method's name in Python."""
 
 
+TRANSFER = weights_pb2.WeightTransfer(
+    id="transfer",
+    sources=[{"slices": [{"name": "model.norm.weight", "shape": [16], "dtype": ELEMENT_TYPES["float32"]}]}],
+)
+"""Weights of a service of one rank that nobody reads; none of a session's endpoints has to be known for it."""
+
 ALL_ROLES: Valid = {
     "offload": (None, {}), "onload": (None, {}), "synchronize": (None, {}), "begin_session": (None, {}),
     "save_checkpoint": (None, {"directory": "checkpoint", "format": SHARDED}),
     "load_checkpoint": (None, {"directory": "../../../etc"}),
     "profile": (None, {"directory": "traces", "calls": 1}),
+    "describe_weights": (None, {}), "send_weights": (None, {"transfer": TRANSFER}),
 }  # fmt: skip
 """Requests of methods of WorkerService."""
 
@@ -65,6 +73,11 @@ def valid_requests(role: str, words: Sequence[str]) -> Valid:
         "critic": {
             "compute_values": (sequences, {}),
             "update_critic": (valued, {"loss": VALUE_LOSS, "schedule": TWO_STEPS}),
+        },
+        "rollout": {
+            "generate_sequences": (texts("prompt"), {"sampling": SAMPLING}),
+            "load_weights": (None, {"transfer": TRANSFER, "state_id": "a state"}),
+            "commit_weights": (None, {"transfer": TRANSFER.id}),
         },
         "reference": {"compute_ref_log_prob": (sequences, {"temperature": 1.0})},
         "reward": {

@@ -12,8 +12,9 @@ import pytest
 from contract.host_devices import HostCuda
 from contract.peer_process import GPU
 from nccl_transfer.fetch import Fetcher
+from nccl_transfer.registry import create_readers
 from nccl_transfer.testing.peer_process import MIB
-from nccl_transfer.testing.transports.rows import fetch, random_array, wait_until
+from nccl_transfer.testing.transports.rows import assert_same_bits, fetch, random_array, wait_until
 from nccl_transfer.transports import host_id
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
 from rlhf.errors import (
@@ -47,6 +48,27 @@ def test_closing_lets_go_of_the_memory_of_a_source_before_that_frees_it(mortal_p
         assert (fetching.exception(5) is not None) == reading
     wait_until(lambda: mortal_peer.ask("device_used")["bytes"] == 0)
     assert mortal_peer.ask("freed_in_use") == {"times": 0}
+
+
+@pytest.mark.parametrize("what", ["open", "open_event"])
+def test_rows_come_by_the_next_transport_where_memory_of_the_source_cannot_be_opened(mortal_peer, what):
+    """Containers on one GPU without a common IPC namespace, for example."""
+    gpu, array = HostCuda(GPU), random_array("int32", (4,))
+
+    def refuse(handle):
+        raise RuntimeError("cudaErrorMapBufferObjectFailed")
+
+    setattr(gpu, what, refuse)
+    fetcher = Fetcher(host_id(), [CudaIpcReader(gpu), *create_readers(["tcp"])])
+    for _ in range(2):
+        assert_same_bits(fetch(fetcher, mortal_peer.put(array))["x"], array)
+    assert {name: moved.transfers for name, moved in fetcher.traffic().items()} == {"tcp": 2}
+    assert fetcher.failures() == {
+        "cuda_ipc": f"{mortal_peer.endpoint}: open staging: RuntimeError: cudaErrorMapBufferObjectFailed"
+    }
+    wait_until(lambda: mortal_peer.ask("device_used")["bytes"] == 0)
+    assert mortal_peer.ask("freed_in_use") == {"times": 0}
+    fetcher.close()
 
 
 def test_requests_for_different_slots_may_arrive_in_any_order(peer):

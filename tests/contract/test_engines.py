@@ -3,6 +3,7 @@ tiny; tests/gpu runs a part of it on a GPU."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,10 @@ def test_a_rollout_engine_stays_as_it_is_when_memory_runs_out_on_its_way(
     LlamaForCausalLM(LlamaConfig(**TINY, max_position_embeddings=128)).save_pretrained(tmp_path)
     decoder = WholeDecoder(load_causal_lm(tmp_path, torch.bfloat16))
     weights = {name: x.clone() for name, x in decoder._model.state_dict().items()}
-    change = decoder._leave_device if step == "_allocate" else decoder.wake
+    leave = partial(decoder._leave_device, [*decoder._model.parameters(), *decoder._model.buffers()])
+    change = leave if step == "_allocate" else decoder.wake
     if step == "_grow":
-        decoder._leave_device()
+        leave()
     for number in range(len(weights)):
         with memory_for(number, step, monkeypatch), pytest.raises(torch.OutOfMemoryError):
             change()

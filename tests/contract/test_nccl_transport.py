@@ -27,6 +27,7 @@ from nccl_transfer.testing.transports.rows import (
     wait_until,
 )
 from nccl_transfer.transports import host_id
+from nccl_transfer.transports.gpu.communicator import CommunicatorError
 from nccl_transfer.transports.gpu.manifest import manifest_item
 from nccl_transfer.transports.gpu.nccl import NcclReader, NcclTransport
 from nccl_transfer.transports.gpu.nccl_source import ADVERT
@@ -137,6 +138,31 @@ def test_rows_of_a_rank_without_nccl_or_with_another_come_by_the_next_transport(
     assert_same_bits(fetch(fetcher, of_version(peer.put(array), version))["x"], array)
     assert set(fetcher.traffic()) == {"tcp"}
     fetcher.close()
+
+
+@pytest.mark.parametrize("side", ["reader", "source"])
+def test_rows_come_by_the_next_transport_where_a_communicator_cannot_be_made(mortal_peer, side):
+    class NoCable(HostNccl):
+        def join(self, unique_id, rank, size):
+            if side == "reader":
+                raise CommunicatorError("no cable")
+            return super().join(unique_id, rank, size)
+
+    array, threads = random_array("int32", (4,)), threading.active_count()
+    if side == "source":
+        mortal_peer.ask("fail_joins")
+    fetcher = Fetcher(host_id(), [NcclReader(NoCable(), HostCuda(READERS_GPU)), *create_readers(["tcp"])])
+    for _ in range(2):
+        assert_same_bits(fetch(fetcher, mortal_peer.put(array))["x"], array)
+    assert {name: moved.transfers for name, moved in fetcher.traffic().items()} == {"tcp": 2}
+    assert re.fullmatch(
+        rf"{re.escape(str(mortal_peer.endpoint))}: plan [0-9a-f]{{12}}, attach: .*no cable",
+        fetcher.failures()["nccl"],
+    )
+    assert mortal_peer.ask("communicator_epochs") == {"epochs": []}
+    fetcher.close()
+    if side == "reader":  # else a thread of NCCL waits for the source, as long as NCCL does
+        wait_until(lambda: threading.active_count() <= threads)
 
 
 def test_mixed_versions_of_nccl_are_refused_also_where_the_endpoint_says_otherwise(peer):

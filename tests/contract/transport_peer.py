@@ -34,7 +34,14 @@ from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.peer import SESSION, Peer, say, serve
 from nccl_transfer.transports.base import Handler, Transport
 from nccl_transfer.transports.gpu import cuda_ipc_source
-from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl, own_nccl, why_no_nccl
+from nccl_transfer.transports.gpu.communicator import (
+    Communicator,
+    CommunicatorError,
+    Message,
+    Nccl,
+    own_nccl,
+    why_no_nccl,
+)
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 from nccl_transfer.transports.gpu.nccl import NcclTransport
 from nccl_transfer.transports.gpu.nccl_source import ADVERT, NcclSource
@@ -76,11 +83,12 @@ class PausingStore(TensorStore):
 
 
 class PausingNccl(Nccl):
-    """NCCL whose joins can wait, or whose next group is not entered."""
+    """NCCL whose joins can wait or fail, or whose next group is not entered."""
 
     def __init__(self, nccl: Nccl, say: Say) -> None:
         self.version = nccl.version
         self.pausing = False
+        self.failing = False
         self.joining = threading.Event()
         self.joining.set()
         self.say = say
@@ -93,6 +101,8 @@ class PausingNccl(Nccl):
         if not self.joining.is_set():
             self.say(event="paused")
             self.joining.wait()
+        if self.failing:
+            raise CommunicatorError("no cable")
         return _Pausing(self._nccl.join(unique_id, rank, size), self)
 
 
@@ -251,6 +261,12 @@ class PausingPeer(Peer):
     def configure(self, **where: Any) -> dict[str, Any]:
         """Makes streams stop, or break once or always, before the chunk of a number."""
         self.streams.configure(**where)
+        return {}
+
+    def fail_joins(self) -> dict[str, Any]:
+        """Makes all joins of communicators fail."""
+        assert self.nccl is not None
+        self.nccl.failing = True
         return {}
 
     def served(self) -> dict[str, Any]:

@@ -120,7 +120,9 @@ def test_describe_lists_the_methods_of_the_contract_with_their_protocols(cluster
     for name, table in cluster.config.services.items():
         with cluster.service(name) as service:
             served = {info.name: info.transfer_protocol for info in service.description.methods}
-        declared = group_methods(table.role).values()
+        # The ranks of an actor generate for others too.
+        roles = [table.role, "rollout"] if table.role == "actor" else [table.role]
+        declared = [method for role in roles for method in group_methods(role).values()]
         assert served == {m.path[1:]: m.spec.transfer_protocol for m in declared if m.spec}
 
 
@@ -128,7 +130,7 @@ def test_every_rank_is_healthy_and_lists_its_services(actor: Service) -> None:
     for rank in actor.ranks:
         channel = actor.channel(rank)
         health: Any = health_pb2_grpc.HealthStub(channel)
-        for name in ("", "rlhf.v1.ActorService", "rlhf.v1.WorkerService", "rlhf.v1.TransferService"):
+        for name in ("", *(f"rlhf.v1.{each}Service" for each in ("Actor", "Rollout", "Worker", "Transfer"))):
             answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=AT_ONCE_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         request = reflection_pb2.ServerReflectionRequest(list_services="")
@@ -136,6 +138,7 @@ def test_every_rank_is_healthy_and_lists_its_services(actor: Service) -> None:
         answer = next(stub.ServerReflectionInfo(iter([request]), timeout=5))
         assert {service.name for service in answer.list_services_response.service} == {
             "rlhf.v1.ActorService",
+            "rlhf.v1.RolloutService",
             "rlhf.v1.WorkerService",
             "rlhf.v1.TransferService",
             "grpc.health.v1.Health",

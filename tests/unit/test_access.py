@@ -32,9 +32,10 @@ CALL = {
     *(f"critic/{name}" for name in ("ComputeValues", "UpdateCritic")),
     "reference/ComputeRefLogProb",
     *(f"reward/{name}" for name in ("ComparePairs", "ComputeReward", "UpdateReward")),
-    *(f"worker/{name}" for name in ("BeginSession", "Cancel", "Dispatch", "EndSession", "Introduce", "Offload",
-                                    "Onload", "Release", "Synchronize", "VerifyWeights")),
-    *(f"transfer/{name}" for name in ("Fetch", "MarkCorrupt", "Put", "Spill", "TakeRelayed")),
+    *(f"rollout/{name}" for name in ("CommitWeights", "GenerateSequences", "LoadWeights")),
+    *(f"worker/{name}" for name in ("BeginSession", "Cancel", "DescribeWeights", "Dispatch", "EndSession", "Introduce",
+                                    "Offload", "Onload", "Release", "SendWeights", "Synchronize", "VerifyWeights")),
+    *(f"transfer/{name}" for name in ("Fetch", "MarkCorrupt", "Put", "Spill", "TakeBucket", "TakeRelayed")),
     *(f"nccl/{name}" for name in ("Abort", "Attach", "Commit", "Prepare")),
     *(f"cuda_ipc/{name}" for name in ("OpenArena", "OpenStaging", "Stage")),
 }  # fmt: skip
@@ -63,7 +64,7 @@ def test_the_services_of_transports_are_those_of_their_sources() -> None:
     known = {**TRANSPORTS, "transfer": SERVICES["transfer"]}
     assert {name: service_methods(source.service) for name, source in sources.items()} == known
     protos = Path(rlhf.__file__).parent / "v1"
-    assert {path.stem for path in protos.glob("*.proto")} == {"common", *SERVICES, *TRANSPORTS}
+    assert {path.stem for path in protos.glob("*.proto")} == {"common", "weights", *SERVICES, *TRANSPORTS}
 
 
 @pytest.mark.parametrize("service", ["worker", "transfer", *TRANSPORTS])

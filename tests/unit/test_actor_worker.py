@@ -92,7 +92,7 @@ def test_an_actor_without_a_tokenizer_is_the_service_that_is_named(
     config = tmp_path / "services.toml"
     config.write_text(f'[services.actor]\nrole = "actor"\naddress = "{address}"\nmodel = "{tmp_path}"\n')
 
-    def load(table: ActorTable, name: str, chosen: Callable[[Any], type[Worker]], *_: Any) -> None:
+    def load(table: ActorTable, name: str, chosen: Callable[[Any], type[Worker]], *_: Any, **__: Any) -> None:
         chosen(table)(table, Ranks(0, 1, 0))
 
     monkeypatch.setattr(main, "_serve", load)

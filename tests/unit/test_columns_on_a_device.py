@@ -242,7 +242,7 @@ def test_from_rollout_to_update_no_column_of_floats_leaves_the_device(pretend: t
 
 @pytest.mark.slow
 def test_so_it_is_with_engine_3d(process_group: None, tiny_llama_dir: Path) -> None:
-    keys = {"engine": "3d", "mesh": "1-1-1"}
+    keys: dict[str, Any] = {"engine": "3d", "mesh": "1-1-1"}
     with pretending() as log:
         ranks = OneRank(tiny_llama_dir, log, **keys)
         ranks.generate()

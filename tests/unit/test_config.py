@@ -38,6 +38,12 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         assert load_service(path, name) == config.services[name]
 
 
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Path) -> None:
+    services = load(path).services
+    assert {services[name].device for name in services if services[name].needs_torch} == {"cpu"}
+
+
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
@@ -61,7 +67,7 @@ def test_shipped_configs_are_valid(path: Path) -> None:
         ),
         (
             "services.judge.ranks=2",
-            r"services\.judge\.role: required, and not given: actor, critic, reference, reward, or module:object",
+            r"services\.judge\.role: required, and not given: actor, critic, reference, reward, rollout, or module:obj",
         ),
         (
             "services.actor.engine='fdsp'",

@@ -228,6 +228,17 @@ def test_all_results_come_in_order_once_the_last_is_there() -> None:
     assert together.result(TIMEOUT_S) == [0, 1, 2]
 
 
+@pytest.mark.timeout(20)
+def test_tens_of_thousands_of_results_take_no_time_that_grows_with_their_square() -> None:
+    futures = [promise() for _ in range(20_000)]
+    together, ended = all_of(futures), promise()
+    resolve_after(futures, ended)
+    for number, future in enumerate(futures):
+        future.set_result(number)
+    assert together.result(TIMEOUT_S) == list(range(20_000))
+    assert ended.result(TIMEOUT_S) is None
+
+
 def test_an_error_of_one_is_that_of_all() -> None:
     failed: Future[int] = Future()
     failed.set_exception(InvalidRequest("no"))

@@ -29,7 +29,7 @@ from rlhf.v1 import common_pb2, worker_pb2
 from services.engines.base import EngineOffloaded
 from services.models.tokenizers import vocabulary_hash
 from services.reference.worker import ReferenceWorker
-from services.roles import model_worker
+from services.roles import language_worker
 from services.roles.background import BackgroundWriter
 from services.roles.columns import jagged_column
 from services.roles.model_worker import ModelWorker
@@ -279,7 +279,7 @@ def test_the_vocabulary_is_hashed_once_and_not_for_each_describe(
     table = ReferenceTable(role="reference", address="localhost:1", model=tiny_llama_dir, matmul="mkl")
     worker = ReferenceWorker(table, MetRanks(0, 1, 1))
     expected = vocabulary_hash(worker.tokenizer)
-    monkeypatch.setattr(model_worker, "vocabulary_hash", lambda tokenizer: pytest.fail("hashed again"))
+    monkeypatch.setattr(language_worker, "vocabulary_hash", lambda tokenizer: pytest.fail("hashed again"))
     assert worker.describe().vocabulary_hash == expected
 
 

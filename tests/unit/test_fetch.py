@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.transports import Reader, Reading
-from rlhf.errors import ServiceLost
+from rlhf.errors import AttachFailed, DeadlineExceeded, Refused, ServiceLost, TransferError
 
 SOURCES = [Endpoint(f"127.0.0.1:{number}") for number in range(1, 7)]
 
@@ -63,3 +64,68 @@ def test_once_a_read_has_failed_no_other_of_the_same_fetch_begins():
         transport.may_answer.set()
         fetcher.fetch(held_by(SOURCES[4:]), time.monotonic() + 10)  # queued behind the fetch that failed
         assert set(transport.asked) <= {*SOURCES[:2], *SOURCES[4:]}
+
+
+class CannotAttach(OneIsLost):
+    """Is never set up with the first source."""
+
+    name = "cannot-attach"
+
+    def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
+        self.asked.append(source)
+        if source.address == SOURCES[0].address:
+            raise AttachFailed(f"{source}: no cable")
+        return Reading([memoryview(bytes(r.nbytes)) for r in ranges])
+
+
+class Reads(CannotAttach):
+    """Ends each read with an error, if it has one."""
+
+    name = "reads"
+    error: Exception | None = None
+
+    def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
+        self.asked.append(source)
+        if self.error is not None:
+            raise self.error
+        return Reading([memoryview(bytes(r.nbytes)) for r in ranges])
+
+
+def test_a_transport_that_cannot_be_set_up_with_a_source_is_replaced_by_the_next_one_for_that_source(caplog):
+    first, second = CannotAttach(), Reads()
+    restarted = replace(SOURCES[0], epoch=7)
+    with contextlib.closing(Fetcher("host", [first, second])) as fetcher:
+        for source in (SOURCES[0], SOURCES[0], SOURCES[1]):
+            fetcher.fetch(held_by([source]), time.monotonic() + 10)
+        assert (first.asked, second.asked) == ([SOURCES[0], SOURCES[1]], [SOURCES[0], SOURCES[0]])
+        assert {name: moved.transfers for name, moved in fetcher.traffic().items()} == {
+            first.name: 1,
+            second.name: 2,
+        }
+        assert fetcher.failures() == {"cannot-attach": f"{SOURCES[0]}: no cable"}
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{SOURCES[0]} is read by reads, since cannot-attach failed: {SOURCES[0]}: no cable"
+        ]
+        fetcher.fetch(held_by([restarted]), time.monotonic() + 10)
+        assert first.asked[-1] == restarted
+
+
+def test_a_transport_without_another_one_is_tried_each_time():
+    only = CannotAttach()
+    with contextlib.closing(Fetcher("host", [only])) as fetcher:
+        for _ in range(2):
+            with pytest.raises(TransferError, match=r"no transport reaches .*cannot-attach: .*: no cable"):
+                fetcher.fetch(held_by(SOURCES[:1]), time.monotonic() + 10)
+        assert (len(only.asked), fetcher.failures()) == (2, {})
+
+
+@pytest.mark.parametrize("kind", [ServiceLost, DeadlineExceeded, Refused, TransferError])
+def test_an_error_of_the_read_itself_is_told_without_another_transport(kind):
+    first, second = Reads(), CannotAttach()
+    first.error = kind("of the read")
+    with (
+        contextlib.closing(Fetcher("host", [first, second])) as fetcher,
+        pytest.raises(kind, match="of the read"),
+    ):
+        fetcher.fetch(held_by(SOURCES[:1]), time.monotonic() + 10)
+    assert not second.asked

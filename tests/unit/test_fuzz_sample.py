@@ -34,6 +34,7 @@ from services.critic.worker import CriticWorker
 from services.reference.worker import ReferenceWorker
 from services.reward.model import LearningRewardWorker
 from services.reward.worker import RewardWorker
+from services.rollout_service.worker import RolloutWorker
 from services.runtime.ranks import Ranks
 from services.runtime.server import RankServer
 from services.runtime.worker import Worker
@@ -41,6 +42,7 @@ from settings.actor import ActorTable
 from settings.critic import CriticTable
 from settings.reference import ReferenceTable
 from settings.reward import RewardTable
+from settings.rollout import RolloutServiceTable
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(180)]
 
@@ -60,6 +62,7 @@ ROLES: dict[str, tuple[str, type[Worker], Any, dict[str, Any]]] = {
     "critic": ("critic", CriticWorker, CriticTable, {"micro_batch_tokens": 64}),
     "reference": ("reference", ReferenceWorker, ReferenceTable, {"micro_batch_tokens": 64}),
     "reward": ("reward", RewardWorker, RewardTable, {"function": "exact_match"}),
+    "rollout": ("rollout", RolloutWorker, RolloutServiceTable, {}),
     "scorer": ("reward", LearningRewardWorker, RewardTable, {"kind": "model", "optimizer": {"learning_rate": 1e-3}}),
 }  # fmt: skip
 """Of each service: its role, worker, and what its table has beside a model."""
@@ -133,6 +136,8 @@ def computed(services: list[Service]) -> dict[str, Any]:
                 assert isinstance(rows, Batch)
                 values = client.column(method, rows, column, **options)
                 found[service.name] = getattr(values, "values", values).tolist()
+            elif service.role == "rollout":
+                (found[service.name],) = client.versions  # it has no weights to compute with
             else:
                 (answer,) = client.call("compute_reward", **service.valid["compute_reward"][1])
                 found[service.name] = [score.score for score in answer.scores]
@@ -165,7 +170,9 @@ def test_five_thousand_random_requests_leave_every_role_as_it_was(
     seed = int(os.environ.get("FUZZ_SEED", SEED))
     print(f"FUZZ_SEED={seed}", flush=True)
     ports = harness.free_ports(len(ROLES))
-    models = dict.fromkeys(("actor", "critic", "reference"), tiny_llama_dir) | {"scorer": scorer_dir}
+    models = dict.fromkeys(("actor", "critic", "reference", "rollout"), tiny_llama_dir) | {
+        "scorer": scorer_dir
+    }
     workers = {}
     for port, (name, (role, worker, table, more)) in zip(ports, ROLES.items(), strict=True):
         given = {"role": role, "address": f"127.0.0.1:{port}", "arena_mb": 16, **more}

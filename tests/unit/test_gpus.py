@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from check_extras import findings
 
+from nccl_transfer.devices.cupy_cuda import INSTALL_HINT
 from rlhf.errors import ConfigError
 from services.engines.agreement import new_directory
 from services.engines.fsdp.engine import FSDPEngine
@@ -294,3 +296,10 @@ def test_the_type_of_computation_follows_from_the_device(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
     table = {"role": "critic", "address": "127.0.0.1:1", "model": "model", "dtype": dtype}
     assert compute_dtype(CriticTable.model_validate(table)) == expected
+
+
+def test_the_hint_to_install_for_a_gpu_has_the_commands_of_the_docs() -> None:
+    documented = (Path(__file__).parents[2] / "docs/gpus.md").read_text()
+    commands = re.findall(r"pip install '[^']+'(?: --extra-index-url \S+)?", INSTALL_HINT)
+    assert len(commands) == 2
+    assert all(command in documented for command in commands)

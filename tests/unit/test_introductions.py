@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,7 +60,7 @@ def proto(endpoint: Endpoint = OTHER, **changes: Any) -> pb.Endpoint:
 @pytest.fixture
 def table() -> Iterator[Introductions]:
     fetcher = Fetcher("host", create_readers(["memfd", "tcp", "grpc"]))
-    yield Introductions(lambda: (None, OWN, PEER), fetcher.check_adverts)
+    yield Introductions(lambda: (None, OWN, PEER), fetcher.check_adverts, lambda endpoint: None)
     fetcher.close()
 
 
@@ -75,7 +76,7 @@ def names(table: Introductions, session: str, *endpoints: pb.Endpoint) -> str:
 def test_a_rank_knows_itself_and_its_peers_and_nobody_else(table: Introductions) -> None:
     assert names(table, "run", proto(OWN), proto(PEER)) == ""
     assert names(table, "run", proto(OWN), proto(OTHER)) == (
-        "batch: the endpoint actor rank 1 at 10.0.0.2:7101 is none that session 'run' has introduced to this rank "
+        "the endpoint actor rank 1 at 10.0.0.2:7101 is none that session 'run' has introduced to this rank "
         "(WorkerService.Introduce)"
     )
 
@@ -120,6 +121,22 @@ def test_a_rank_that_comes_back_under_a_new_epoch_takes_the_place_of_the_old(tab
     table.add("run", [proto(OTHER, epoch=6)])
     assert names(table, "run", proto(OTHER, epoch=6), proto(third)) == ""
     assert "as it is given here" in names(table, "run", proto(OTHER))
+
+
+def test_what_no_session_has_introduced_any_more_is_let_go_and_nothing_else() -> None:
+    gone: list[Endpoint] = []
+    table = Introductions(lambda: (None, OWN, PEER), lambda adverts: None, gone.append)
+    third = Endpoint("10.0.0.3:7101", epoch=5)
+    table.add("run", [proto(OTHER), proto(OWN), proto(third)])
+    table.add("another", [proto(third)])
+    table.add("run", [proto(OTHER)])
+    assert not gone
+    table.add("run", [proto(OTHER, epoch=6)])
+    assert gone == [OTHER]
+    table.forget("run")
+    assert gone == [OTHER, replace(OTHER, epoch=6)]
+    table.forget("another")
+    assert gone == [OTHER, replace(OTHER, epoch=6), third]
 
 
 @pytest.mark.parametrize(
@@ -260,11 +277,15 @@ def test_only_the_current_session_introduces_and_its_end_is_the_end_of_that() ->
                 rank.queue.introduce(name, [proto(OTHER)])
         await rank.start(1, rank.near())
         rank.queue.introduce("run", [proto(OTHER)])
+        let_go: list[Endpoint] = []
+        rank.fetcher.forget = let_go.append  # type: ignore[method-assign]
         known = rank.start(2, far())
         assert not known.done()
         with pytest.raises(Exception, match="no transport reaches actor rank 1"):
             await known
+        assert not let_go
         rank.queue.sessions.end("run")
+        assert let_go == [OTHER]
         await rank.start(1, rank.near(), session="next")
         with pytest.raises(InvalidRequest, match="session 'next' has introduced"):
             await rank.start(2, far(), session="next")

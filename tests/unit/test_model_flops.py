@@ -7,10 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.model_flops import Architecture, known_peak_tflops, training_flops
+from benchmarks.model_flops import known_peak_tflops, training_flops
+from settings.memory.shape import ModelShape
 
 ROWS, PROMPT, NEW = 3, 5, 7
-MODEL = Architecture(hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_dim=16, vocabulary=61)
+MODEL = ModelShape("llama", 61, hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_dim=16)
 
 
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}

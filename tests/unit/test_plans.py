@@ -183,6 +183,10 @@ def test_slices_intersect_and_subtract_like_sets_of_cells(data, shape):
     assert set(rest) == cells(left) - cells(right)
 
 
+def each_in_a_list(pieces):
+    return {rank: [piece] for rank, piece in pieces.items()}
+
+
 @given(st.data(), SHAPES)
 def test_a_slice_plan_brings_every_cell_once(data, shape):
     held = {rank: data.draw(slices(shape)) for rank in range(data.draw(st.integers(1, 4)))}
@@ -191,7 +195,7 @@ def test_a_slice_plan_brings_every_cell_once(data, shape):
     whole = np.arange(np.prod(shape)).reshape(shape)
     shards = {rank: whole[piece.within(Slice.whole(shape))] for rank, piece in held.items()}
     arrived = {rank: np.full(piece.shape, -1) for rank, piece in wanted.items()}
-    moves = plan_slices(held, wanted)
+    moves = plan_slices(each_in_a_list(held), each_in_a_list(wanted))
     for move in moves:
         target = arrived[move.destination][move.piece.within(wanted[move.destination])]
         assert np.all(target == -1)
@@ -206,16 +210,16 @@ def test_a_slice_plan_brings_every_cell_once(data, shape):
 def test_replicas_share_the_sending():
     held = dict.fromkeys(range(2), Slice.whole((8, 4)))
     wanted = {rank: Slice.shard((8, 4), 0, rank - 2, 4) for rank in range(2, 6)}
-    sources = [move.source for move in plan_slices(held, wanted)]
+    sources = [move.source for move in plan_slices(each_in_a_list(held), each_in_a_list(wanted))]
     assert sorted(sources) == [0, 0, 1, 1]
 
 
 def test_a_replica_on_the_same_host_goes_first():
     held = dict.fromkeys(range(2), Slice.whole((8,)))
     hosts = {0: "here", 1: "there", 2: "there"}
-    assert [move.source for move in plan_slices(held, {2: Slice.whole((8,))}, hosts)] == [1]
+    assert [move.source for move in plan_slices(each_in_a_list(held), {2: [Slice.whole((8,))]}, hosts)] == [1]
 
 
 def test_what_nobody_holds_is_an_error_that_names_the_piece():
-    with pytest.raises(TransferError, match=r"no rank holds \(4,\) to \(8,\), which rank 1 needs"):
-        plan_slices({0: Slice((0,), (4,))}, {1: Slice.whole((8,))})
+    with pytest.raises(TransferError, match=r"no rank holds \[4\] to \[8\], which 1 needs"):
+        plan_slices({0: [Slice((0,), (4,))]}, {1: [Slice.whole((8,))]})

@@ -22,8 +22,10 @@ from rlhf.errors import CallCancelled, ConfigError, CorruptWeights, RlhfError
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
 from services.compute import matmul
 from services.models.families import load_classifier
-from services.reward.model import LearningRewardWorker, ModelRewardWorker
+from services.reward.model import LearningRewardWorker, ModelRewardWorker, PairRewardWorker
 from services.reward.model_scorer import ModelScorer
+from services.reward.role import worker_class
+from services.reward.sharded import ShardedLearningRewardWorker, ShardedRewardWorker
 from services.roles import tokenization
 from services.runtime.ranks import FailedAlone, Ranks
 from services.runtime.worker import NO_ROWS, CallContext, CallRows
@@ -159,13 +161,13 @@ def test_texts_are_tokenized_in_groups_between_which_the_call_may_stop(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     scorer, groups = ModelScorer(make_table(directory)), []
-    tokenizer = scorer._scorer.tokenizer
+    tokenizer = scorer._tokenizer
 
     def tokenize(texts: list[str], **options: Any) -> Any:
         groups.append(len(texts))
         return tokenizer(texts, **options)
 
-    monkeypatch.setattr(scorer._scorer, "tokenizer", tokenize)
+    monkeypatch.setattr(scorer, "_tokenizer", tokenize)
     assert len(scorer.score_texts(text_rows(*[1] * 200), make_call())) == 200
     assert max(groups) <= tokenization.TEXTS_PER_GROUP
     call = make_call()
@@ -221,7 +223,7 @@ def test_weights_that_cannot_be_gathered_end_the_rank_instead_of_leaving_its_pee
         worker.copy_weights()
 
 
-def update(worker: LearningRewardWorker) -> None:
+def update(worker: PairRewardWorker) -> None:
     rows = CallRows(FetchedRows(3, PAIRS, {}, 0), np.arange(3))
     request = reward_pb2.UpdateRewardRequest(loss="bradley_terry", epochs=1, mini_batches=1)
     worker.around(lambda: worker.update_reward(rows, request, make_call()))
@@ -353,3 +355,55 @@ def test_weights_that_learn_and_their_scoring_copy_are_verified(directory: Path)
     weight.data.view(-1).view(torch.int32)[0] ^= 1
     with pytest.raises(CorruptWeights, match=r"scorer\.\S+ on rank 0 has changed since it was verified last"):
         update(worker)
+
+
+def scores_of(
+    worker: ShardedRewardWorker | ShardedLearningRewardWorker | LearningRewardWorker, *lengths: int
+) -> Any:
+    """RowScores of text rows by the method that the service serves."""
+    request = reward_pb2.ComputeRewardRequest(text_rows=text_rows(*lengths))
+    return worker.around(lambda: worker.compute_reward(NO_ROWS, request, make_call())).fields["scores"]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 1e-2)])
+def test_a_sharded_model_scores_as_a_whole_one_and_tells_the_same_faults(
+    directory: Path, dtype: str, tolerance: float
+) -> None:
+    table = make_table(directory, dtype=dtype, sharded=True)
+    worker = worker_class(table)(table, Ranks(0, 1, 0))
+    assert isinstance(worker, ShardedRewardWorker)
+    lengths = (2, BUDGET + 1, BUDGET, 0, 5)
+    found = scores_of(worker, *lengths)
+    whole = ModelScorer(make_table(directory, dtype=dtype)).score_texts(text_rows(*lengths), make_call())
+    assert [score.error for score in found] == [score.error for score in whole]
+    assert [score.score for score in found] == pytest.approx([score.score for score in whole], abs=tolerance)
+    kept = {held.tensor.dtype for held in worker.held() if held.name.endswith("weight")}
+    assert kept == {getattr(torch, dtype)}
+    assert worker.describe().engine == "model, sharded by fsdp"
+
+
+def test_a_sharded_model_that_learns_scores_by_the_weights_that_it_trains(directory: Path) -> None:
+    table = make_table(
+        directory, optimizer=OptimizerTable(learning_rate=1e-2), micro_batch_tokens=64, sharded=True
+    )
+    worker, copying = worker_class(table)(table, Ranks(0, 1, 0)), make_learner(directory)
+    assert isinstance(worker, ShardedLearningRewardWorker)
+    before = [score.score for score in scores_of(worker, 2, 5)]
+    for each in (worker, copying):
+        update(each)
+    found = [score.score for score in scores_of(worker, 2, 5)]
+    assert found == pytest.approx([score.score for score in scores_of(copying, 2, 5)], abs=1e-6)
+    assert found != pytest.approx(before, abs=1e-3)
+    assert not any(held.name.startswith("scorer.") for held in worker.held())
+
+
+def test_sharding_is_for_models_alone() -> None:
+    table = RewardTable.model_validate({"role": "reward", "address": "127.0.0.1:1", "sharded": True})
+    with pytest.raises(ConfigError, match="sharded: a reward of kind function has no weights"):
+        worker_class(table)
+
+
+def test_a_causal_language_model_cannot_score_without_training(tiny_llama_dir: Path) -> None:
+    table = make_table(tiny_llama_dir, sharded=True)
+    with pytest.raises(ConfigError, match=r"lacks 1 weights of its model, the first is score\.weight"):
+        worker_class(table)(table, Ranks(0, 1, 0))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import roofline
-from benchmarks.model_flops import Architecture, training_flops
+from benchmarks.model_flops import layer_weights, training_flops
 from benchmarks.roofline import MatmulShape, MatmulWork
+from settings.memory.shape import ModelShape
 
-MODEL = Architecture(hidden=32, intermediate=48, layers=3, heads=4, kv_heads=2, head_dim=8, vocabulary=64)
+MODEL = ModelShape("llama", 64, hidden=32, intermediate=48, layers=3, heads=4, kv_heads=2, head_dim=8)
 
 
 def flops(work: list[MatmulWork]) -> float:
@@ -27,7 +28,7 @@ def test_a_prompt_that_rows_share_is_read_once():
     rows, prompt, new, group = 8, 5, 7, 4
     apart = roofline.forward_work(MODEL, rows * (prompt + new), rows, prompt + new, 0, 32)
     together = roofline.forward_work(MODEL, rows // group * prompt + rows * new, rows, prompt + new, 0, 32)
-    saved = (rows - rows // group) * prompt * 2 * MODEL.layers * MODEL.layer_weights
+    saved = (rows - rows // group) * prompt * 2 * MODEL.layers * layer_weights(MODEL)
     assert flops(apart) - flops(together) == pytest.approx(saved)
 
 
@@ -36,8 +37,8 @@ def test_generation_has_the_operations_of_a_forward_pass_over_all_but_the_last_t
     work = [
         w for w in roofline.generation_work(MODEL, rows, rows, prompt, new) if w.shape.kind != "attention"
     ]
-    in_layers = 2 * rows * (prompt + new - 1) * MODEL.layers * MODEL.layer_weights
-    assert flops(work) == pytest.approx(in_layers + 2 * rows * new * MODEL.output_weights)
+    in_layers = 2 * rows * (prompt + new - 1) * MODEL.layers * layer_weights(MODEL)
+    assert flops(work) == pytest.approx(in_layers + 2 * rows * new * MODEL.vocabulary * MODEL.hidden)
 
 
 def test_seconds_are_operations_over_the_rate_of_their_shape():

@@ -12,12 +12,12 @@ from torch import Tensor
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from rlhf_example.engines import PlainOptions
-from services.engines.base import TrainEngine
+from services.engines.generation_shards import GenerationShards
 from services.engines.implementation import compute_dtype
 from services.models.families import load_causal_lm
 from services.rollout.base import FinishReason, Generation, Meter, RolloutEngine, SamplingOptions, check_names
 from services.rollout.sampling import choose, uniforms
-from settings.actor import ActorTable
+from settings.generation import GeneratingTable
 
 
 class PlainRollout(RolloutEngine):
@@ -37,10 +37,10 @@ class PlainRollout(RolloutEngine):
     @classmethod
     def create(
         cls,
-        table: ActorTable,
+        table: GeneratingTable,
         options: PlainOptions,
         *,
-        engine: TrainEngine,
+        shards: GenerationShards | None,
         mesh: Mesh,
         device: torch.device,
     ) -> Self:

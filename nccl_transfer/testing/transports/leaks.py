@@ -52,6 +52,25 @@ class NothingIsLeft:
 
         assert_nothing_is_left_by(work, peer)
 
+    def test_nothing_is_left_open_to_a_source_that_is_forgotten_and_it_can_be_read_again(
+        self, make, peer, other_peer
+    ):
+        """The fetcher stays open, as that of a service that many runs share, and reads from another source."""
+        fetcher = Fetcher(host_id(), [make()])
+        fetch(fetcher, other_peer.put(random_array("uint8", (4,))))
+
+        def fetch_and_forget():
+            fetch(fetcher, peer.put(random_array("uint8", (4, MIB))))
+            fetcher.forget(peer.endpoint)
+            peer.release()
+
+        held, open_there = Held.here(), len(os.listdir(f"/proc/{peer.pid}/fd"))
+        for _ in range(3):
+            fetch_and_forget()
+        assert_no_more_than(held)
+        wait_until(lambda: len(os.listdir(f"/proc/{peer.pid}/fd")) <= open_there)
+        fetcher.close()
+
     def test_nothing_is_left_open_of_a_peer_that_died(self, make, peer, new_peer):
         def work():
             fetcher, doomed = Fetcher(host_id(), [make()]), new_peer()

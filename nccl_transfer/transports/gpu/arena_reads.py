@@ -14,11 +14,11 @@ from nccl_transfer.devices.cuda import Cuda, Event
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.arena import ArenaReader, DevicePlace
-from nccl_transfer.transports.base import DeviceMemory, NoRoute
+from nccl_transfer.transports.base import DeviceMemory
 from nccl_transfer.transports.gpu.liveness import LivenessStream
-from nccl_transfer.transports.gpu.peer_connection import PeerConnection
+from nccl_transfer.transports.gpu.peer_connection import PeerConnection, attaching
 from nccl_transfer.transports.memfd import MemfdReader
-from rlhf.errors import TransferError
+from rlhf.errors import AttachFailed, TransferError
 from rlhf.v1 import cuda_ipc_pb2 as pb
 from rlhf.v1.cuda_ipc_pb2_grpc import CudaIpcServiceStub
 
@@ -136,7 +136,7 @@ class ArenaClient(PeerConnection[CudaIpcServiceStub]):
 
     def _map_headers(self, source: Endpoint, deadline: float) -> ArenaReader:
         if reason := self._headers.why_not(source, source.host_id):
-            raise NoRoute(f"{source}: its headers cannot be read: {reason}")
+            raise AttachFailed(f"{source}: its headers cannot be read: {reason}")
         return self._headers.arena(source, deadline)
 
     def _open_arena(self, source: Endpoint, deadline: float) -> _OpenedArena:
@@ -145,14 +145,13 @@ class ArenaClient(PeerConnection[CudaIpcServiceStub]):
             self.end()
         if self._arena is None:
             request = pb.OpenArenaRequest(epoch=source.epoch, device_uuid=self._cuda.uuid)
+            where = f"{source}: open the arena"
             liveness = LivenessStream(self.stub.OpenArena(request), self.closed)
             try:
-                shared = liveness.first(deadline, f"{source}: open the arena")
-                self._arena = _OpenedArena(self._cuda, liveness, shared)
-            except TransferError as error:
-                liveness.cancel()
-                raise NoRoute(f"{source}: its arena on the GPU cannot be opened: {error}") from error
+                with attaching(where):
+                    self._arena = _OpenedArena(self._cuda, liveness, liveness.first(deadline, where))
             except BaseException:
                 liveness.cancel()
+                self.disconnect()
                 raise
         return self._arena

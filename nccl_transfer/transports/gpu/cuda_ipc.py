@@ -14,6 +14,7 @@ import itertools
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from nccl_transfer.devices.cuda import Cuda, check_uuid
+from nccl_transfer.devices.cuda import Cuda, Event, check_uuid
 from nccl_transfer.devices.cupy_cuda import own_cuda, why_no_cuda
 from nccl_transfer.refs.ranges import ByteRange, cut_chunks
 from nccl_transfer.refs.shards import Endpoint
@@ -38,7 +39,7 @@ from nccl_transfer.transports.common import layout, remaining_s
 from nccl_transfer.transports.gpu.arena_reads import ArenaClient
 from nccl_transfer.transports.gpu.cuda_ipc_source import GENERATION, HEADER_BYTES, SLOT_BYTES, CudaIpcSource
 from nccl_transfer.transports.gpu.liveness import LivenessStream, liveness_channel, wait_for_answer
-from nccl_transfer.transports.gpu.peer_connection import PeerConnection, PeerConnections
+from nccl_transfer.transports.gpu.peer_connection import PeerConnection, PeerConnections, attaching
 from nccl_transfer.transports.memfd import MemfdReader
 from rlhf.errors import TransferError
 from rlhf.v1 import cuda_ipc_pb2 as pb
@@ -114,6 +115,11 @@ class CudaIpcReader(Reader):
     ) -> None:
         self._arenas.to(source).receive(source, ranges, memory, offsets, deadline)
 
+    def forget(self, source: Endpoint) -> None:
+        self._clients.forget(source)
+        self._arenas.forget(source)
+        self._headers.forget(source)
+
     def close(self) -> None:
         self._arenas.close()
         self._clients.close()
@@ -127,9 +133,14 @@ class _MappedStaging:
         self.liveness = liveness
         self.slot_bytes = lent.slot_bytes
         self.generations = itertools.count(1)
-        self.events = [cuda.open_event(handle) for handle in lent.event_handles]
+        self.events: list[Event] = []
         self._cuda = cuda
-        self._memory = cuda.open(lent.memory_handle)
+        with ExitStack() as unless_mapped:
+            for handle in lent.event_handles:
+                self.events.append(cuda.open_event(handle))
+                unless_mapped.callback(self.events[-1].close)
+            self._memory = cuda.open(lent.memory_handle)
+            unless_mapped.pop_all()
 
     def slot(self, number: int) -> int:
         """Returns the address of the header of slot `number`, in device memory."""
@@ -212,13 +223,14 @@ class StagingClient(PeerConnection[CudaIpcServiceStub]):
             request = pb.OpenStagingRequest(
                 reader=self._reader, epoch=source.epoch, device_uuid=self._cuda.uuid
             )
+            where = f"{source}: open staging"
             liveness = LivenessStream(self.stub.OpenStaging(request), self.closed)
             try:
-                self._staging = _MappedStaging(
-                    self._cuda, liveness, liveness.first(deadline, f"{source}: open staging")
-                )
+                with attaching(where):
+                    self._staging = _MappedStaging(self._cuda, liveness, liveness.first(deadline, where))
             except BaseException:
                 liveness.cancel()
+                self.disconnect()
                 raise
         return self._staging
 

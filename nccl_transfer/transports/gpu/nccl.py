@@ -97,6 +97,9 @@ class NcclReader(Reader):
     ) -> None:
         self._clients.to(source).receive(source, ranges, memory, offsets, deadline)
 
+    def forget(self, source: Endpoint) -> None:
+        self._clients.forget(source)
+
     def close(self) -> None:
         self._clients.close()
 

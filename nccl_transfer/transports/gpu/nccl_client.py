@@ -12,7 +12,7 @@ import grpc
 from nccl_transfer.devices.cuda import Cuda, DeviceBuffer
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.base import DeviceMemory, NoRoute
+from nccl_transfer.transports.base import DeviceMemory
 from nccl_transfer.transports.common import remaining_s
 from nccl_transfer.transports.gpu.communicator import (
     READER,
@@ -24,13 +24,12 @@ from nccl_transfer.transports.gpu.communicator import (
 from nccl_transfer.transports.gpu.liveness import LivenessStream, wait_for_answer
 from nccl_transfer.transports.gpu.manifest import manifest_item
 from nccl_transfer.transports.gpu.nccl_reader_session import NcclReaderSession
-from nccl_transfer.transports.gpu.peer_connection import PeerConnection
+from nccl_transfer.transports.gpu.peer_connection import PeerConnection, attaching
 from nccl_transfer.transports.gpu.transaction import Phase, Transaction
 from rlhf.errors import (
     DeadlineExceeded,
     RlhfError,
     ServiceLost,
-    TransferError,
     from_rpc_error,
 )
 from rlhf.v1 import nccl_pb2 as pb
@@ -132,29 +131,35 @@ class NcclClient(PeerConnection[NcclServiceStub]):
         if self._session is not None and not self._session.liveness.is_alive:
             self.end()
         if self._session is None:
-            self._epoch += 1
-            unique_id = self._nccl.unique_id()
-            request = pb.AttachRequest(
-                reader=self._reader,
-                epoch=source.epoch,
-                communicator_epoch=self._epoch,
-                unique_id=unique_id,
-                nccl_version=self._nccl.version,
-            )
-            self._session = NcclReaderSession(
-                self._epoch, LivenessStream(self.stub.Attach(request), self.closed), self._cuda
-            )
             try:
-                self._session.liveness.first(deadline, where)
-                self._session.join(lambda: self._nccl.join(unique_id, READER, 2), deadline, where)
-            except CommunicatorError as error:
-                explained = self._session.explain(error, where)
-                self.end()
-                raise NoRoute(str(explained)) if type(explained) is TransferError else explained from error
+                with attaching(where):
+                    self._session = self._attach(source, where, deadline)
             except BaseException:
-                self.end()
+                self.disconnect()
                 raise
         return self._session
+
+    def _attach(self, source: Endpoint, where: str, deadline: float) -> NcclReaderSession:
+        """Creates a communicator with the source; returns its session."""
+        self._epoch += 1
+        unique_id = self._nccl.unique_id()
+        request = pb.AttachRequest(
+            reader=self._reader,
+            epoch=source.epoch,
+            communicator_epoch=self._epoch,
+            unique_id=unique_id,
+            nccl_version=self._nccl.version,
+        )
+        session = NcclReaderSession(
+            self._epoch, LivenessStream(self.stub.Attach(request), self.closed), self._cuda
+        )
+        try:
+            session.liveness.first(deadline, where)
+            session.join(lambda: self._nccl.join(unique_id, READER, 2), deadline, where)
+        except BaseException:
+            session.end()
+            raise
+        return session
 
     def _transfer(
         self,

@@ -53,11 +53,15 @@ class NcclReaderSession:
         """Creates the communicator: calls `join` in the session's thread and waits until the source has joined too.
 
         Raises:
-            CommunicatorError: The communicator could not be created. Other errors as raised by `LivenessStream.wait`.
+            TransferError: The communicator could not be created here. Other errors as raised by `LivenessStream.wait`,
+                that of a source which could not create it among them.
         """
         self._joined = self.submit(join)
         self.liveness.wait(self._joined.done, deadline, where)
-        self._joined.result()
+        try:
+            self._joined.result()
+        except CommunicatorError as error:
+            raise self.explain(error, where) from error
 
     def enter(self, receives: Sequence[Message]) -> None:
         """Enqueues receives, behind the work that is on the private stream of the GPU. Runs in the session's

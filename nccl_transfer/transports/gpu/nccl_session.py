@@ -67,6 +67,21 @@ class NcclSession:
         """Number of bytes that are ready to be sent."""
         return sum(message.nbytes for message in self._sends)
 
+    async def join(self) -> None:
+        """Waits until the communicator has been created or the session has ended.
+
+        Raises:
+            TransferError: The communicator could not be created.
+        """
+        ended = asyncio.ensure_future(self.ended.wait())
+        joined = asyncio.wrap_future(self._joined)
+        try:
+            await asyncio.wait((joined, ended), return_when=asyncio.FIRST_COMPLETED)
+            if joined.done() and (error := joined.exception()) is not None:
+                raise TransferError(f"the communicator could not be created: {error}") from error
+        finally:
+            ended.cancel()
+
     def begin(self, transaction: Transaction, within_s: float) -> None:
         """Begins a transaction. If it is not finished within `within_s` + GRACE_S seconds, the session ends."""
         self.transaction = transaction

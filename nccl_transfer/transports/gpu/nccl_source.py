@@ -60,6 +60,7 @@ class NcclSource(Source):
         Raises:
             Refused: The request is for another epoch of the service, the reader's NCCL version differs, or its
                 communicator epoch is not newer than the current one.
+            TransferError: The communicator could not be created here.
         """
         check_epoch(self._store, request.epoch)
         if request.nccl_version != self._nccl.version:
@@ -76,6 +77,7 @@ class NcclSource(Source):
         self._sessions[request.reader] = session
         try:
             yield pb.AttachResponse(nccl_version=self._nccl.version)
+            await session.join()
             await session.ended.wait()
         finally:
             session.end("the reader has gone")

@@ -14,7 +14,7 @@ import grpc
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.transports.common import remaining_s
 from nccl_transfer.transports.gpu.liveness import CLOSED, LivenessStream
-from rlhf.errors import DeadlineExceeded, Refused
+from rlhf.errors import AttachFailed, DeadlineExceeded, OutOfSpace, Refused, RlhfError, ServiceLost
 
 CLOSING_S = 5.0
 """Maximum seconds that `close` waits for a running transfer. It ends immediately unless a CUDA call blocks it."""
@@ -88,7 +88,7 @@ class PeerConnection(ABC, Generic[S]):
         if self._turn.acquire(blocking=False):
             try:
                 if self.liveness is None or not self.liveness.is_alive:
-                    self._free()
+                    self.disconnect()
             finally:
                 self._leave()
 
@@ -103,17 +103,31 @@ class PeerConnection(ABC, Generic[S]):
         """Releases the lock; first frees resources and channel if the connection was closed."""
         try:
             if self.closed.is_set():
-                self._free()
+                self.disconnect()
         finally:
             self._turn.release()
 
-    def _free(self) -> None:
+    def disconnect(self) -> None:
         """Frees the resources, then closes the channel; in this order, because the source frees its memory when the
-        channel is closed."""
+        channel is closed. A later transfer connects again."""
         self.end()
         if self._channel is not None:
             self._channel.close()
         self._channel = None
+
+
+@contextmanager
+def attaching(where: str) -> Iterator[None]:
+    """Context manager for the set-up of a connection: raises what fails in the block as AttachFailed, a foreign error
+    with the prefix `where`. Errors that say nothing of the transport stay as they are: DeadlineExceeded, ServiceLost
+    and Refused, which another transport would meet too, and OutOfSpace, which may be over at the next read."""
+    try:
+        yield
+    except (DeadlineExceeded, ServiceLost, Refused, OutOfSpace):
+        raise
+    except Exception as error:
+        text = str(error) if isinstance(error, RlhfError) else f"{where}: {type(error).__name__}: {error}"
+        raise AttachFailed(text) from error
 
 
 A = TypeVar("A", bound=PeerConnection[Any])
@@ -137,8 +151,8 @@ class PeerConnections(Generic[A]):
         self._lock = threading.Lock()
 
     def to(self, source: Endpoint) -> A:
-        """Returns the connection to a source, created at the first call for its address. Connections are never
-        removed, since a rank may restart at its address.
+        """Returns the connection to a source, created at the first call for its address. A connection stays until the
+        source is forgotten, since a rank may restart at its address.
 
         Raises:
             Refused: The transport was closed.
@@ -153,6 +167,14 @@ class PeerConnections(Generic[A]):
         for other in others:
             other.forget()  # the new source may be a rank that restarted at another address
         return made
+
+    def forget(self, source: Endpoint) -> None:
+        """Closes the connection to a source, if there is one, in a thread of its own, since a transfer may have to end
+        first."""
+        with self._lock:
+            connection = self._connections.pop(source.address, None)
+        if connection is not None:
+            threading.Thread(target=connection.close, name="forget-source", daemon=True).start()
 
     def close(self) -> None:
         """Closes all connections. Later calls of `to` raise Refused."""

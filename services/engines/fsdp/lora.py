@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from services.engines.agreement import all_or_none
-from services.engines.base import EngineSetup, OptimizerOptions
+from services.engines.base import EngineSetup, OptimizerOptions, dealt_to_ranks
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.fully_shard import whole
 from services.engines.implementation import compute_dtype
@@ -175,6 +175,11 @@ class LoRAEngine(FSDPEngine):
         return dict(
             sorted((_plain_name(name), x) for name, x in super()._tensors().items() if name not in learned)
         )
+
+    def weight_shards(self) -> Iterator[tuple[str, WeightShard]]:
+        """Yields merged weights, whole, each on one rank. Collective."""
+        # Rows of B A have other bits than the same rows of a product of them alone.
+        return dealt_to_ranks(self.full_tensors())
 
     def _gather(
         self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None

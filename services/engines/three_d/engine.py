@@ -89,8 +89,7 @@ class ThreeDParallelEngine(ShardedEngine):
         activation_checkpointing: bool = False,
         shards_over_data: bool = False,
     ) -> None:
-        learns_in = torch.promote_types(dtype, torch.float32) if optimizer is not None else dtype
-        self._kept_dtype = learns_in
+        self._kept_dtype = learns_in = torch.promote_types(dtype, torch.float32) if optimizer else dtype
         self._groups = MeshGroups(mesh)
         self._stage = ModelStage(
             directory,
@@ -101,7 +100,7 @@ class ThreeDParallelEngine(ShardedEngine):
             activation_checkpointing=activation_checkpointing,
         )
         layouts = self._stage.layouts
-        self.transition = (
+        self.generation_shards = self.transition = (
             Transition(layouts, mesh, transition, dtype=dtype, device=device, in_place=generates_in_place)
             if transition is not None
             else None
@@ -122,6 +121,7 @@ class ThreeDParallelEngine(ShardedEngine):
             else Replicated(self._stage, self._groups, learns_in, memory=memory)
         )
         self._stage.module.register_forward_hook(lambda *_: self.progressed())
+        self._tied_names = {first: [name] for name, first in self._stage.aliases.items()}
         kept = self._sharding.kept
         super().__init__(device, kept, list(kept), optimizer)
 

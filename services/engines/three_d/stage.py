@@ -308,6 +308,22 @@ class _StageModule(nn.Module):
         return read(raw[..., 0] if isinstance(raw, Tensor) else raw, micro_batch)
 
 
+def layouts_of_directory(directory: Path, *, pipeline: int, tensor: int) -> dict[str, Layout]:
+    """Returns the layouts of the causal language model in a directory, by name in the checkpoint, as `layouts_of`.
+    Reads its config.json alone.
+
+    Args:
+        directory: Hugging Face directory of the model.
+        pipeline, tensor: Numbers of pipeline stages and of tensor-parallel ranks.
+
+    Raises:
+        ValueError: The model does not divide.
+    """
+    whole, backbone = _on_meta(directory, torch.float32, with_value_head=False)
+    tied = bool(whole.config.tie_word_embeddings)
+    return layouts_of(whole, backbone, tied=tied, pipeline=pipeline, tensor=tensor)
+
+
 def _generation_config(directory: Path) -> GenerationConfig | None:
     """Reads the generation configuration of a model directory; None if it has none."""
     if not (directory / GENERATION_CONFIG_NAME).is_file():

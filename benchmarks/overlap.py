@@ -1,0 +1,117 @@
+"""Time of a step with a slow reward, with and without overlapping steps (`run.ahead`).
+
+GRPO on the quickstart's task with a reward that sleeps, about as long as the update of the policy takes. Three runs:
+a reward that answers at once, the slow reward with `ahead = 0`, and with `ahead = 1`. The share of the wait that
+overlapping hides is (slow - ahead) / (slow - fast), by the medians of the steps.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from benchmarks.ports import free_port
+from benchmarks.report import circumstances, console, json_option, write_json
+from controller.api import run
+from deploy.quickstart import Recipe
+from deploy.quickstart.build import build
+
+WAIT = "RLHF_BENCHMARK_ROW_WAIT_S"
+"""Name of the environment variable with the time that the reward of a row takes, in seconds."""
+WARM_UP = 3
+"""Number of first steps that are left out."""
+
+
+def slow(prompt: str, response: str, ground_truth: str, metadata: Any) -> float:
+    """A reward that takes as long as the environment says."""
+    time.sleep(float(os.environ.get(WAIT, "0")))
+    return float(response.strip() == ground_truth)
+
+
+def tables(task: Path, directory: Path, steps: int, rows: int, ahead: int) -> dict[str, Any]:
+    """Configuration of a run of GRPO."""
+    learner = {
+        "model": str(task / "model"),
+        "optimizer": {"learning_rate": 1e-5},
+        "output_roots": [str(directory)],
+    }
+    services: dict[str, dict[str, Any]] = {
+        "actor": {"role": "actor", **learner},
+        "reward": {"role": "reward", "kind": "function", "function": "benchmarks.overlap:slow"},
+    }
+    return {
+        "run": {
+            "name": f"ahead-{ahead}",
+            "directory": str(directory),
+            "steps": steps,
+            "evaluate_every": 0,
+            "ahead": ahead,
+        },
+        "data": {
+            "train": str(task / "train.jsonl"),
+            "heldout": str(task / "heldout.jsonl"),
+            "prompts_per_step": rows // 4,
+        },
+        "rollout": {"max_response_tokens": 4, "samples_per_prompt": 4},
+        "algorithm": {"mini_batch_size": rows // 4, "kl_loss_coefficient": 0.0},
+        "services": {
+            name: {**table, "address": f"127.0.0.1:{free_port()}"} for name, table in services.items()
+        },
+    }
+
+
+def measured(task: Path, directory: Path, steps: int, rows: int, ahead: int, wait_s: float) -> dict[str, Any]:
+    """Runs and returns the median time of a step, and of its update, in seconds."""
+    os.environ[WAIT] = str(wait_s / rows)
+    # The held-out rows are scored by the same function, and are not timed.
+    done = run(tables(task, directory, steps, rows, ahead), "grpo", launch=True)
+    lines = done.metrics[1 + WARM_UP :]
+    return {
+        "ahead": ahead,
+        "wait_s": wait_s,
+        "step_s": statistics.median(line["time/step_s"] for line in lines),
+        "update_s": statistics.median(line["time/update_actor_s"] for line in lines),
+        "reward_s": statistics.median(line["time/compute_reward_s"] for line in lines),
+        "staleness": lines[-1].get("staleness/mean", 0.0),
+        "reward_mean": lines[-1]["reward/mean"],
+    }
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--steps", default=18, show_default=True, type=click.IntRange(WARM_UP + 2))
+@click.option("--rows", default=512, show_default=True, type=click.IntRange(16))
+@json_option
+def main(steps: int, rows: int, json_path: Path | None) -> None:
+    """Time the steps of runs with a slow reward, one after another and overlapping."""
+    before = circumstances()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        build(directory / "task", Recipe(max_steps=20))
+        fast = measured(directory / "task", directory / "runs", steps, rows, 0, 0.0)
+        wait_s = fast["update_s"]
+        runs = [
+            fast,
+            *(
+                measured(directory / "task", directory / "runs", steps, rows, ahead, wait_s)
+                for ahead in (0, 1)
+            ),
+        ]
+    plain, waits, overlaps = (each["step_s"] for each in runs)
+    hidden = (waits - overlaps) / (waits - plain)
+    table = Table("run.ahead", "reward s", "update s", "step s", title="Median of a step")
+    for each in runs:
+        table.add_row(str(each["ahead"]), *(f"{each[key]:.3f}" for key in ("reward_s", "update_s", "step_s")))
+    console().print(table)
+    console().print(f"hidden: {hidden:.0%} of the wait (at least 80 %)")
+    write_json(json_path, {"before": before, "after": circumstances(), "runs": runs, "hidden": hidden})
+
+
+if __name__ == "__main__":
+    main()

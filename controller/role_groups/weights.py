@@ -1,0 +1,150 @@
+"""Moves weights from the ranks of one service to those of others, as one call of several methods: both sides describe
+what they hold and want, the source sends while the receivers load, and then the receivers commit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from client.session import StepContext
+from controller.role_groups.dataflow import CallRecord, FutureBatch
+from controller.role_groups.group import LATE_S, RoleGroup
+from rlhf.errors import CallCancelled, PeerFailed, ServiceLost
+from rlhf.v1 import weights_pb2
+
+T = TypeVar("T")
+
+SETTLE_S = 5.0
+"""Time, in seconds, that the other side of a transfer has to end after one side has failed, before it is asked to stop:
+it may know the cause."""
+STAGES = ("describe_weights", "send_weights", "commit_weights")
+"""Methods whose times add up to the longest time of a transfer."""
+
+
+def sync_weights(source: RoleGroup, receivers: Sequence[RoleGroup], bucket_bytes: int = 0) -> FutureBatch:
+    """Starts a transfer of the source's weights to all ranks of the receivers, and returns without waiting. It has one
+    place in the order of calls on the devices of all of them.
+
+    Args:
+        source: Group whose ranks have a training engine.
+        receivers: Groups of the role rollout. One of the source's own ranks takes no part: they generate with the
+            weights that they train.
+        bucket_bytes: Most bytes of weights that move at a time; see WeightTransfer. 0: its default.
+
+    Returns:
+        A batch without rows, whose first record is that of the whole transfer, with metrics weights_bytes (received by
+        all ranks), weights_seconds and weights_gb_per_s.
+    """
+    others = [group for group in receivers if group.ranks is not source.ranks]
+    longest_s = sum(2 * source.session.time_of(name) + LATE_S + SETTLE_S for name in STAGES)
+
+    async def transfer(step: StepContext) -> list[CallRecord]:
+        return await _transfer(source, others, step, bucket_bytes)
+
+    return source.call_with(others, transfer, 2 + 2 * len(others), longest_s)
+
+
+async def _transfer(
+    source: RoleGroup, others: Sequence[RoleGroup], step: StepContext, bucket_bytes: int
+) -> list[CallRecord]:
+    """Makes the calls of a transfer. Returns the record of the whole, and then those of the calls that moved
+    weights."""
+    groups, started = [source, *others], time.time()
+    described = await _all([group.call_within("describe_weights", step) for group in groups])
+    lacking = [
+        (group, record)
+        for group, record in zip(others, described[1:], strict=True)
+        if any(_lacks(response, described[0]) for response in record.responses)
+    ]
+    if not lacking:
+        return [_summary(source, described[0], started, 0)]
+    message = _message(source, described[0], lacking, bucket_bytes)
+    state_id = described[0].responses[0].outcome.state_id
+    loads = [
+        group.call_within("load_weights", step, transfer=message, state_id=state_id) for group, _ in lacking
+    ]
+    moved = await _all([source.call_within("send_weights", step, transfer=message), *loads])
+    commits = [group.call_within("commit_weights", step, transfer=message.id) for group, _ in lacking]
+    committed = await _all(commits)
+    received = sum(response.received_bytes for record in moved[1:] for response in record.responses)
+    return [_summary(source, described[0], started, received), *moved, *committed]
+
+
+def _message(
+    source: RoleGroup,
+    described: CallRecord,
+    lacking: Sequence[tuple[RoleGroup, CallRecord]],
+    bucket_bytes: int,
+) -> weights_pb2.WeightTransfer:
+    """Joins the descriptions of both sides to the message that all ranks get.
+
+    Args:
+        source, described: The source, and the record of its DescribeWeights.
+        lacking: The receivers of which a rank lacks weights, with their records.
+        bucket_bytes: As in the message.
+    """
+    receivers = [
+        _rank_weights(group, rank, response.slices if _lacks(response, described) else ())
+        for group, record in lacking
+        for rank, response in enumerate(record.responses)
+    ]
+    return weights_pb2.WeightTransfer(
+        id=uuid.uuid4().hex,
+        policy_version=described.policy_version,
+        bucket_bytes=bucket_bytes,
+        sources=[
+            _rank_weights(source, rank, response.slices) for rank, response in enumerate(described.responses)
+        ],
+        receivers=receivers,
+    )
+
+
+def _rank_weights(group: RoleGroup, rank: int, slices: Any) -> weights_pb2.RankWeights:
+    return weights_pb2.RankWeights(endpoint=group.description.ranks[rank].endpoint, slices=slices)
+
+
+def _lacks(response: Any, described: CallRecord) -> bool:
+    """Returns whether a rank that has answered DescribeWeights has other weights than the source."""
+    state_ids = {each.outcome.state_id for each in described.responses}
+    return response.outcome.state_id not in state_ids - {""} or len(state_ids) > 1
+
+
+def _summary(source: RoleGroup, described: CallRecord, started: float, received: int) -> CallRecord:
+    ended = time.time()
+    seconds = max(ended - started, 1e-9)
+    metrics = {
+        "weights_bytes": float(received),
+        "weights_seconds": seconds,
+        "weights_gb_per_s": received / seconds / 1e9,
+    }
+    return CallRecord(
+        source.name, "sync_weights", started, ended, metrics, described.policy_version, responses=()
+    )
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs calls at the same time and returns their results, in order. Where one fails, the others have SETTLE_S to end
+    and are then cancelled; raises the error of the rank that is lost, or else the first that is no consequence of
+    another's."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            await asyncio.wait(pending, timeout=SETTLE_S)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    errors = [error for task in tasks if not task.cancelled() and (error := task.exception())]
+    if errors or any(task.cancelled() for task in tasks):
+        raise min(errors, key=_blame)
+    return [task.result() for task in tasks]
+
+
+def _blame(error: BaseException) -> int:
+    if isinstance(error, ServiceLost):
+        return 0
+    return 2 if isinstance(error, PeerFailed | CallCancelled) else 1

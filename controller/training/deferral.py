@@ -1,0 +1,94 @@
+"""Functions of a step whose columns are futures: they run when the columns that they read are there, in the order of
+the steps, while the algorithm goes on."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
+
+from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.futures import Promise, on_thread
+from controller.training.step import Step
+from rlhf.errors import InvalidRequest
+
+P = ParamSpec("P")
+Work = tuple[Callable[[], Any], Promise[Any]]
+
+
+class Deferral:
+    """Calls functions one after another, in the order in which they were given, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._given: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._last: Promise[Any] | None = None
+        on_thread(self._work, "advantages")
+
+    def submit(self, function: Callable[[], Any]) -> Promise[Any]:
+        """Returns a late future of the result of a function, which is called when all functions given before have
+        returned; where one of them raised an error, the future has that error, and the function is not called."""
+        result: Promise[Any] = Promise(is_late=True)
+        self._last = result
+        self._given.put((function, result))
+        return result
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all functions given so far have returned."""
+        return self._last is None or self._last.done()
+
+    def close(self) -> None:
+        """Ends the thread when the functions given so far have returned. Does not wait."""
+        self._given.put(None)
+
+    def _work(self) -> None:
+        while given := self._given.get():
+            function, result = given
+            try:
+                if self._error:
+                    raise self._error
+                result.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
+                self._error = error
+                result.set_exception(error)
+
+
+def future_columns(
+    *names: str,
+) -> Callable[
+    [Callable[Concatenate[Any, Step, FutureBatch, P], FutureBatch]],
+    Callable[Concatenate[Any, Step, FutureBatch, P], FutureBatch],
+]:
+    """Decorator of a function of a run, a step and a batch, which may wait for columns of the batch, change state that
+    the run keeps, and returns columns `names` of the same rows. Calls of the decorated function return at once where
+    steps overlap (`run.ahead`): the columns are futures. State that the function reads and changes must be read and
+    changed by such functions alone.
+
+    Raises:
+        InvalidRequest: The function returned other columns (where steps overlap: when they are read).
+    """
+
+    def declare(
+        function: Callable[Concatenate[Any, Step, FutureBatch, P], FutureBatch],
+    ) -> Callable[Concatenate[Any, Step, FutureBatch, P], FutureBatch]:
+        @wraps(function)
+        def call(run: Any, step: Step, batch: FutureBatch, *args: P.args, **options: P.kwargs) -> FutureBatch:
+            def work() -> FutureBatch:
+                return _checked(function(run, step, batch, *args, **options), names, batch.rows)
+
+            return step.later(work, names, batch.rows)
+
+        return call
+
+    return declare
+
+
+def _checked(made: FutureBatch, names: Sequence[str], rows: int) -> FutureBatch:
+    if set(made.columns) != set(names) or made.rows != rows:
+        raise InvalidRequest(
+            f"future_columns: the function returned columns {sorted(made.columns)} of {made.rows} rows; it has to "
+            f"return {sorted(names)} of {rows}"
+        )
+    return made

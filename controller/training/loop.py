@@ -1,0 +1,216 @@
+"""The loop over the training steps: begins up to `run.ahead` steps before the oldest has ended, and ends them in
+order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from client.gate import Gate
+from controller.checkpoints.saver import Checkpointer
+from controller.config.run import RunTable
+from controller.role_groups.cluster import Cluster
+from controller.role_groups.futures import on_thread, resolved
+from controller.tracking.recorder import Recorder
+from controller.training.deferral import Deferral
+from controller.training.evaluation import Evaluation, Evaluator
+from controller.training.feed import Feed
+from controller.training.staleness import staleness_metrics
+from controller.training.state import RunState
+from controller.training.step import Step
+from controller.training.step_metrics import StepMetrics
+from controller.training.verification import WeightVerifier
+from rlhf.errors import InvalidRequest, RlhfError
+
+
+@dataclass
+class OpenStep:
+    """A step that has begun and not ended.
+
+    Attributes:
+        step: The step.
+        gate: Keeps its calls on what learns; None where steps do not overlap.
+        started_s: Unix time of its begin, in seconds.
+        feed: Position in the data after its last prompt, as JSON values; empty before the next step begins.
+        kept: Future of the state that the algorithm keeps, after the step; None where steps do not overlap.
+        left_out: Metrics with the number of rows left out up to its last prompt.
+        metrics: Its metrics; empty before its calls have ended.
+        evaluated: Future of the metrics of its evaluation; None where it has none.
+    """
+
+    step: Step
+    gate: Gate | None
+    started_s: float
+    feed: dict[str, Any] = field(default_factory=dict)
+    kept: Future[dict[str, Any]] | None = None
+    left_out: dict[str, int] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    evaluated: Future[dict[str, float]] | None = None
+
+
+class StepLoop:
+    """Begins and ends the steps of a run.
+
+    With `run.ahead` = k, calls of step N on services that learn, but generation, wait behind the gate of the step until
+    step N + k makes its first such call or waits for a result, and so has generated. So every call enters the order
+    of calls at a place that depends on the algorithm and the configuration alone, not on times.
+
+    Args:
+        table: Settings of the run.
+        cluster: Connected services.
+        recorder: Records calls and metrics.
+        feed: Draws prompts and texts.
+        metrics: Computes the metrics of a step.
+        evaluator: Evaluates held-out rows.
+        verifier: Verifies weights.
+        state: State of the run, changed as steps end.
+        checkpointer: Writes checkpoints; None: none are written.
+    """
+
+    def __init__(
+        self,
+        table: RunTable,
+        cluster: Cluster,
+        recorder: Recorder,
+        feed: Feed,
+        metrics: StepMetrics,
+        evaluator: Evaluator,
+        verifier: WeightVerifier,
+        state: RunState,
+        checkpointer: Checkpointer | None,
+    ) -> None:
+        self._table, self._cluster, self._recorder, self._feed = table, cluster, recorder, feed
+        self._metrics, self._evaluator, self._verifier = metrics, evaluator, verifier
+        self._state, self._checkpointer = state, checkpointer
+        self._deferral = Deferral() if table.ahead else None
+        self._open: deque[OpenStep] = deque()
+        self._evaluating: OpenStep | None = None
+        self._thread = threading.get_ident()
+        self._ended_s = 0.0
+
+    def steps(self, evaluation: Evaluation) -> Iterator[Step]:
+        """Iterates over the steps after that of `state`; see `Run.steps`."""
+        self._thread = threading.get_ident()
+        try:
+            for number in range(self._state.step + 1, 1 if self._state.is_ended else self._table.steps + 1):
+                while len(self._open) > self._overlap(number):
+                    self._end_oldest(evaluation)
+                opened = self._begin(number, evaluation)
+                yield opened.step
+                self._passed(opened)
+                if opened.step.is_last:
+                    break
+            while self._open:
+                self._end_oldest(evaluation)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Makes calls that no step will begin any more fail, so that nothing waits for them. Does not wait."""
+        for opened in self._open:
+            if opened.gate:
+                opened.gate.drop(RlhfError(f"step {opened.step.number}: the run has ended before this call"))
+        if self._deferral:
+            self._deferral.close()
+
+    def _overlap(self, number: int) -> int:
+        """Returns how many earlier steps may be open when a step begins: none after a checkpoint, from which a resumed
+        run begins with nothing under way."""
+        saver = self._checkpointer
+        return 0 if saver and saver.is_due(number - 1, is_last=False) else self._table.ahead
+
+    def _begin(self, number: int, evaluation: Evaluation) -> OpenStep:
+        gate = Gate(partial(self._reached, number, evaluation)) if self._table.ahead else None
+        context, started = self._cluster.session.begin_step(number, gate), time.time()
+        step = Step(context, self._feed.next_prompts, self._feed.next_texts(), self._deferral)
+        self._open.append(opened := OpenStep(step, gate, started))
+        return opened
+
+    def _passed(self, opened: OpenStep) -> None:
+        """Notes the state of the run after the part of a step that the algorithm has executed.
+
+        Raises:
+            InvalidRequest: The algorithm did not call `Step.finish`.
+        """
+        step = opened.step
+        if not (step.is_finished and step.calls):
+            raise InvalidRequest(f"the algorithm did not call step.finish in step {step.number}")
+        opened.left_out = dict(self._feed.left_out)
+        if self._deferral:
+            opened.feed = self._feed.state()
+        if self._deferral and self._checkpointer:
+            # Where the loop itself changes the state, it may do so again in the next step.
+            is_own = self._deferral.is_idle
+            kept = self._state.kept.state
+            opened.kept = resolved(kept()) if is_own else self._deferral.submit(kept)
+
+    def _reached(self, number: int, evaluation: Evaluation, needs_kept: bool) -> None:
+        """Opens gates when the algorithm makes the first call of step `number` that its gate keeps, or waits for a
+        result of it; `needs_kept`: whether for one that the gate keeps, so that all earlier steps have to end."""
+        if threading.get_ident() != self._thread:
+            return
+        self._finish_evaluation()
+        oldest = self._open[0]
+        if oldest.gate and oldest.step.number <= number - self._table.ahead:
+            oldest.gate.open()
+        if needs_kept:
+            while self._open[0].step.number < number:
+                self._end_oldest(evaluation)
+            if gate := self._open[0].gate:
+                gate.flush()
+
+    def _end_oldest(self, evaluation: Evaluation) -> None:
+        """Waits for the calls of the oldest open step, and begins its evaluation, if one is due, which later steps do
+        not wait for until they change what it evaluates; else ends the step."""
+        self._finish_evaluation()
+        opened = self._open.popleft()
+        step, number = opened.step, opened.step.number
+        if opened.gate:
+            opened.gate.open()
+        step.wait()
+        seconds = time.time() - max(opened.started_s, self._ended_s)
+        self._recorder.calls(number, step.records)
+        opened.metrics = self._metrics.of(step, seconds, opened.left_out)
+        opened.metrics |= staleness_metrics(step.batch, step.records)
+        self._evaluating = opened
+        every = self._table.evaluate_every
+        if self._is_last(step) or (every and number % every == 0):
+            work = partial(self._evaluator.evaluate, step.context, evaluation)
+            if self._open:
+                opened.evaluated = on_thread(work, "evaluation")
+                return
+            opened.metrics |= work()
+        self._finish_evaluation()
+
+    def _finish_evaluation(self) -> None:
+        """Ends the step whose calls have ended, if there is one: waits for its evaluation, frees its rows, records its
+        metrics and begins its checkpoint."""
+        opened, self._evaluating = self._evaluating, None
+        if opened is None:
+            return
+        step, number, is_last = opened.step, opened.step.number, self._is_last(opened.step)
+        metrics = opened.metrics | (opened.evaluated.result() if opened.evaluated else {})
+        self._cluster.end_step(step.context)
+        self._verifier.after_step(number, is_last=is_last)
+        self._recorder.step(number, metrics)
+        kept = opened.kept.result() if opened.kept else None
+        self._state.passed(number, is_ended=step.is_last, feed=opened.feed, kept=kept)
+        if self._checkpointer:
+            self._checkpointer.after_step(
+                number,
+                metrics,
+                self._state.to_json,
+                known=self._recorder.metric_names,
+                is_last=is_last,
+                is_cut=not self._open,
+            )
+        self._ended_s = time.time()
+
+    def _is_last(self, step: Step) -> bool:
+        return step.is_last or step.number == self._table.steps

@@ -1,0 +1,1 @@
+"""Generation with a rollout engine, for the services whose ranks generate."""

@@ -1,0 +1,92 @@
+"""Base class of the roles with a language model and its tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rlhf.errors import ConfigError
+from rlhf.v1 import worker_pb2
+from services.compute import matmul
+from services.models.tokenizers import load_tokenizer, vocabulary_hash
+from services.roles.device import peak_memory_measured
+from services.roles.engine_errors import as_contract_errors
+from services.roles.matmul_choice import choose_matmul
+from services.roles.profiler import CallProfiler
+from services.roles.tokenization import tokenize_texts
+from services.roles.torch_worker import TorchWorker
+from services.roles.verified_worker import VerifiedWorker
+from services.roles.weight_check import WeightCheck
+from services.runtime.ranks import Ranks
+from services.runtime.worker import CallContext, CallResult, CallRows, register, require
+from settings.model import LoadedModelTable
+
+
+class LanguageWorker(VerifiedWorker, TorchWorker):
+    """Worker of a role that computes with a language model, in whatever engine.
+
+    Args:
+        table: Table of the service.
+        ranks: Ranks of the service.
+
+    Attributes:
+        tokenizer: Tokenizer of the model's directory.
+        eos_id: Its end-of-sequence token; None for a tokenizer without one.
+        longest_row: Most tokens of a row that the service reads; a subclass sets it.
+
+    Raises:
+        ConfigError: The directory has no tokenizer that can be loaded.
+    """
+
+    longest_row: int
+    writes_to_rows = True  # torch has no read-only tensors, and tensors share the memory of arrays
+
+    def __init__(self, table: LoadedModelTable, ranks: Ranks) -> None:
+        super().__init__(table, ranks)
+        if self.torch_device.type == "cpu":
+            choose_matmul(table.matmul, ranks)
+        try:
+            self.tokenizer: Any = load_tokenizer(table.model)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model: {error}") from error
+        # Once: for a vocabulary of 128,000 it blocks the event loop for 0.1 s.
+        self._vocabulary_hash = vocabulary_hash(self.tokenizer)
+        self.eos_id: int | None = self.tokenizer.eos_token_id
+        self.weight_check = WeightCheck(self.progressed)
+        self._profiler = CallProfiler()
+
+    def describe(self) -> worker_pb2.DescribeResponse:
+        return worker_pb2.DescribeResponse(
+            vocabulary_hash=self._vocabulary_hash,
+            matmul=matmul.backend() if self.torch_device.type == "cpu" else "",
+            cpu_capability=torch.backends.cpu.get_cpu_capability(),
+            torch=torch.__version__,
+        )
+
+    def around(self, run: Callable[[], CallResult]) -> CallResult:
+        """Calls `run`, which runs a method, and returns its result. Profiles the call if an earlier call of the method
+        `profile` requested it, measures its peak memory, and translates errors of engines to those that clients
+        receive."""
+        with (
+            as_contract_errors(),
+            peak_memory_measured(self.torch_device, releases_cache=bool(self.table.pool)),
+            self._profiler.around_call(),
+        ):
+            return run()
+
+    def tokenized(self, texts: list[str], call: CallContext, **options: Any) -> list[list[int]]:
+        """Returns the token ids of each text by the role's tokenizer; options and errors as for `tokenize_texts`."""
+        options |= {"max_tokens": self.longest_row, "progressed": self.progressed}
+        return tokenize_texts(self.tokenizer, texts, call, **options)
+
+    @register("ONE_TO_ALL", collective=False)
+    def profile(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Implements Profile: requests a trace of this rank's next calls; returns the path at which it will be."""
+        require(request, "directory", "calls")
+        name = f"{self.role}-{self.ranks.rank}-v{self.policy_version}-{os.getpid()}.json"
+        path = self.output_path(request.directory) / name
+        self._profiler.arm(path, request.calls)
+        return CallResult(fields={"path": str(path)})

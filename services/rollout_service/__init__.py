@@ -1,0 +1,1 @@
+"""The rollout role: generation without training, with weights of another service."""

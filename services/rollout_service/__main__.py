@@ -1,0 +1,10 @@
+"""Serves the rollout role: `python -m services.rollout_service ...` is `python -m services rollout ...`."""
+
+from rlhf.polling import serve_from_one_thread
+
+serve_from_one_thread()
+
+from services.runtime.main import run  # noqa: E402 - imports gRPC
+
+if __name__ == "__main__":
+    run("rollout")

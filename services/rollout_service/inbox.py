@@ -1,0 +1,109 @@
+"""Receives the weights of a transfer into a rollout engine, beside those that it generates with or in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor
+
+from rlhf.errors import TransferError
+from services.rollout.base import RolloutEngine
+from services.rollout_service.versions import Version, Versions
+from services.rollout_service.wanted import Piece, WantedWeights
+
+
+class WeightInbox:
+    """The way of weights into a rollout engine.
+
+    Args:
+        engine: Rollout engine of this rank.
+        wanted: The weights that it generates with.
+        second_buffer: Whether weights arrive beside those that the engine has. If not, they arrive in its own memory
+            (`RolloutEngine.weight_memory`), or are loaded tensor by tensor where the engine has none to write to.
+
+    Attributes:
+        versions: The version that the engine has, and the one that has arrived.
+    """
+
+    def __init__(self, engine: RolloutEngine, wanted: WantedWeights, *, second_buffer: bool) -> None:
+        self._engine, self.wanted = engine, wanted
+        self._second_buffer = second_buffer
+        self._expected = sum(each.nbytes for each in wanted.slices())
+        self.versions = Versions(second_buffer=second_buffer)
+        self._buffer: dict[str, Tensor] | None = None
+
+    def receive(self, version: Version, pieces: Iterable[Piece]) -> int:
+        """Writes the pieces of all weights, which then wait for `commit`; returns their bytes.
+
+        Args:
+            version: The version of the weights.
+            pieces: Pieces of all slices that are wanted, each element once.
+
+        Raises:
+            TransferError: Pieces are missing. Whatever the error is: with a second buffer, or before the first piece,
+                the engine has the weights from before; otherwise none to generate with.
+        """
+        self._buffer, coming = None, _Coming(pieces, self.versions.begin)
+        if self._second_buffer:
+            self.versions.begin()  # what has arrived before was in the buffer
+            buffer = self.wanted.allocate()
+            self.wanted.write(buffer, coming)
+        else:
+            buffer = None
+            self._receive_in_place(coming)
+        received = coming.nbytes
+        if received != self._expected:
+            raise TransferError(f"{received} bytes of weights have arrived, of {self._expected}")
+        self._buffer = buffer
+        self.versions.complete(version)
+        return received
+
+    def keep(self, version: Version) -> None:
+        """Notes that the weights that the engine has are also those of another transfer."""
+        self._buffer = None
+        self.versions.complete(version)
+
+    def commit(self) -> None:
+        """Makes the weights that have arrived those that the engine generates with, if any have."""
+        if self._buffer is not None:
+            buffer, self._buffer = self._buffer, None
+            arrived = self.versions.arrived
+            self.versions.clear()  # until all are loaded
+            self._engine.load_weights(self.wanted.named(buffer))
+            assert arrived is not None, "weights in the buffer have arrived"
+            self.versions.complete(arrived)
+        self.versions.commit()
+
+    def clear(self) -> None:
+        """Forgets all weights: the engine has none to generate with."""
+        self._buffer = None
+        self.versions.clear()
+
+    def _receive_in_place(self, pieces: Iterable[Piece]) -> None:
+        memory = self._engine.weight_memory()
+        if memory:
+            self.wanted.write(memory, pieces)
+        else:
+            self._engine.load_weights(self.wanted.assembled(pieces))
+
+
+class _Coming:
+    """Iterable that passes pieces on and counts their bytes.
+
+    Args:
+        pieces: The pieces.
+        begin: Called when the first of them is there.
+
+    Attributes:
+        nbytes: Bytes of the pieces so far.
+    """
+
+    def __init__(self, pieces: Iterable[Piece], begin: Callable[[], None]) -> None:
+        self._pieces, self._begin, self.nbytes = pieces, begin, 0
+
+    def __iter__(self) -> Iterator[Piece]:
+        for piece in self._pieces:
+            if not self.nbytes:
+                self._begin()
+            self.nbytes += piece[0].nbytes
+            yield piece

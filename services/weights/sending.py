@@ -1,0 +1,121 @@
+"""Worker methods that describe and send the weights of a training engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nccl_transfer.bucket_board import BucketBoard
+from nccl_transfer.refs.weight_plans import Bucket, WeightTransfer, plan_weights
+from nccl_transfer.refs.wire_weights import slice_to_proto, transfer_from_proto
+from nccl_transfer.store.store import Lease
+from rlhf.errors import InvalidRequest, OutOfSpace, Refused, TransferError
+from rlhf.v1 import weights_pb2
+from services.engines.base import TrainEngine
+from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register, require
+from services.weights.packing import WeightPacker, slice_of
+
+
+class SendingWorker(Worker):
+    """Worker of a role with a training engine, which implements DescribeWeights and SendWeights.
+
+    Attributes:
+        engine: Training engine; None for a role whose weights are in no engine.
+    """
+
+    engine: TrainEngine | None = None
+    _held_slices: list[weights_pb2.WeightSlice] | None = None
+    """Slices that the engine holds, which stay the same; None until they are asked for."""
+
+    @register("ONE_TO_ALL")
+    def describe_weights(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        with self.ranks.together(call.peers_deadline):
+            engine = self._sending_engine()
+        if self._held_slices is None:
+            self._held_slices = [
+                slice_to_proto(slice_of(name, shard)) for name, shard in engine.weight_shards()
+            ]
+        return CallResult(fields={"slices": self._held_slices})
+
+    @register("ONE_TO_ALL")
+    def send_weights(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        with self.ranks.together(call.peers_deadline):
+            require(request, "transfer")
+            engine = self._sending_engine()
+            transfer = transfer_from_proto(request.transfer)
+            buckets = self._own_buckets(transfer)
+        packer = WeightPacker(engine.weight_shards())
+        packer.check(transfer.sources[self.ranks.rank].slices)
+        send(transfer, buckets, packer, self.buckets, call)
+        packed = sum(bucket.nbytes for bucket in buckets)
+        return CallResult(fields={"packed_bytes": packed, "buckets": len(buckets)})
+
+    def _sending_engine(self) -> TrainEngine:
+        """Returns the engine; raises EngineOffloaded if it is offloaded, InvalidRequest if there is none."""
+        if self.engine is None:
+            raise InvalidRequest(f"{self.role} has no weights to send: they are in no training engine")
+        self.engine.check_onloaded()
+        return self.engine
+
+    def _own_buckets(self, transfer: WeightTransfer) -> Sequence[Bucket]:
+        """Returns the buckets that this rank packs.
+
+        Raises:
+            InvalidRequest: The sources are not the ranks of this service, or the transfer cannot be planned.
+            Refused: It is of another policy version.
+        """
+        ranks, name = self.ranks, f"transfer {transfer.id}"
+        if len(transfer.sources) != ranks.size:
+            raise InvalidRequest(
+                f"{name}: it has {len(transfer.sources)} sources; this service has {ranks.size} ranks"
+            )
+        if transfer.policy_version != self.policy_version:
+            raise Refused(
+                f"{name}: it is of policy version {transfer.policy_version}, but the weights have {self.policy_version}"
+            )
+        try:
+            return plan_weights(transfer)[ranks.rank]
+        except TransferError as error:
+            raise InvalidRequest(f"{name}: {error}") from error
+
+
+def send(
+    transfer: WeightTransfer,
+    buckets: Sequence[Bucket],
+    packer: WeightPacker,
+    board: BucketBoard,
+    call: CallContext,
+) -> None:
+    """Packs the buckets of one source and offers them to their receivers; blocks until all have read them.
+
+    Raises:
+        DeadlineExceeded: The call's deadline has passed; the message names the receivers that are late.
+        CallCancelled: The call was cancelled.
+        RlhfError: A bucket could not be packed.
+    """
+
+    def check() -> None:
+        if call.cancelled:
+            call.check()
+
+    def name_of(receiver: int) -> str:
+        return str(transfer.receivers[receiver].endpoint)
+
+    lease = Lease(call.call.session, call.call.step)
+    call.progress(0, len(buckets))
+    with board.offer(transfer.id, lease, buckets, name_of) as offer:
+        for bucket in buckets:
+            offer.wait_for_room(check, call.deadline)
+            call.check()
+            try:
+                offer.pack(bucket.number, _writer(packer, bucket))
+            except OutOfSpace:
+                # One bucket may fit where two do not.
+                offer.wait_until_read(check, call.deadline)
+                offer.pack(bucket.number, _writer(packer, bucket))
+            call.progress(bucket.number + 1, len(buckets))
+        offer.wait_until_read(check, call.deadline)
+
+
+def _writer(packer: WeightPacker, bucket: Bucket) -> Callable[[memoryview], None]:
+    return lambda memory: packer.pack(bucket, memory)

@@ -1,0 +1,323 @@
+"""A whole run of the controller on simulated services: real role groups and messages, ranks that only hash what they
+are sent. What a service returns depends on its state and on its inputs alone, so any other order of calls that change
+a service gives other numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from client.session import Session, StepContext
+from controller import algorithms
+from controller.config.config import Config, load
+from controller.data.prompts import load_data
+from controller.role_groups.cluster import Cluster
+from controller.role_groups.roles import group_type
+from controller.training.run import Run
+from nccl_transfer.refs import wire
+from nccl_transfer.refs.batch import Batch, LocalColumn
+from nccl_transfer.refs.columns import Jagged
+from rlhf.contract import Method
+from rlhf.errors import RlhfError
+from rlhf.v1 import reward_pb2, worker_pb2
+
+QUICKSTARTS = Path(__file__).parent.parent.parent / "deploy" / "quickstart"
+
+
+def digest(*parts: object) -> int:
+    return zlib.crc32(repr(parts).encode())
+
+
+def numbers(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).random(count)
+
+
+@dataclass
+class Weather:
+    """What happens to calls: random delays, and a failure of the n-th call of all.
+
+    Attributes:
+        seed: Seed of the delays.
+        longest_s: Longest delay of a call, in seconds.
+        fails: Number of the call that fails; 0: none.
+        slow: Delay of each call in seconds, by "service.method".
+    """
+
+    seed: int = 0
+    longest_s: float = 0.0
+    fails: int = 0
+    slow: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._calls = 0
+
+    async def pass_over(self, call: str) -> None:
+        self._calls += 1
+        if self._calls == self.fails:
+            raise RlhfError(f"{call}: struck by lightning")
+        await asyncio.sleep(self.slow.get(call, 0.0) + self._random.uniform(0, self.longest_s))
+
+
+@dataclass
+class Entry:
+    """A call in the order in which its service executed it."""
+
+    service: str
+    method: str
+    step: int
+    version: int
+    rows: tuple[bytes, ...] = ()
+
+
+class SimulatedRanks:
+    """Stands for the `FanOut` of a service of one rank.
+
+    Attributes:
+        state: State of the service: its seed and policy version.
+    """
+
+    def __init__(self, service: str, weather: Weather, log: list[Entry], state: tuple[int, int]) -> None:
+        self.service, self.state, self.state_id = service, state, ""
+        self.clients = [SimpleNamespace(service=service)]
+        self._weather, self._log = weather, log
+        self._turn = asyncio.Lock()
+
+    def address(self, header: Any) -> None:
+        """Numbers are not looked at: the lock of `send` keeps the order."""
+
+    async def send(
+        self,
+        method: Method,
+        call_id: str,
+        requests: list[bytes],
+        timeout_s: float,
+        was_sent: Callable[[], None],
+    ) -> list[Any]:
+        was_sent()
+        async with self._turn:
+            await self._weather.pass_over(f"{self.service}.{method.snake_name}")
+            return [self._answer(method, method.request.FromString(requests[0]))]
+
+    async def cancel(self, call_id: str) -> list[Any]:
+        return []
+
+    def _answer(self, method: Method, request: Any) -> Any:
+        name, step = method.snake_name, request.call.step
+        rows = wire.from_proto(request.batch) if method.takes_rows else Batch(0, {})
+        values = {
+            key: column.values for key, column in rows.columns.items() if isinstance(column, LocalColumn)
+        }
+        entry = Entry(self.service, name, step, self.state[1])
+        response = method.response()
+        if name == "generate_sequences":
+            made = self._generated(values["prompt"], request)
+            entry.rows = rows_of(made["response_ids"])
+        else:
+            made = self._made(name, values)
+        if name.startswith("update_"):
+            entry.rows = rows_of(values["response_ids"])
+            self.state = (
+                digest(self.state, sorted((k, bytes_of(v)) for k, v in values.items())),
+                self.state[1] + 1,
+            )
+        if name == "compute_reward":
+            lengths = values["response_ids"].lengths
+            scores = [digest(row) % 5 / 4 for row in rows_of(values["response_ids"])]
+            response.scores.extend(reward_pb2.RowScore(score=score) for score in scores)
+            assert len(lengths) == len(scores)
+        elif made:
+            response.batch.CopyFrom(wire.to_proto(Batch.of(**made)))
+        response.outcome.policy_version = self.state[1]
+        self._log.append(entry)
+        return response
+
+    def _generated(self, prompts: list[str], request: Any) -> dict[str, Any]:
+        call = request.call
+        where = ("greedy",) if request.sampling.greedy else (call.seed, call.step, call.ordinal)
+        rows = [numbers(digest(self.state, *where, i, text), 2 + i % 3) for i, text in enumerate(prompts)]
+        lengths = np.asarray([len(row) for row in rows])
+        ids = Jagged((np.concatenate(rows) * 2**31).astype(np.int64), lengths)
+        log_probs = Jagged(-np.concatenate(rows).astype(np.float32), lengths)
+        made = {"prompt_ids": ids, "response_ids": ids, "rollout_log_probs": log_probs}
+        return made | ({"response": ["x"] * len(prompts)} if request.return_text else {})
+
+    def _made(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        column = {
+            "compute_log_prob": "log_probs",
+            "compute_values": "values",
+            "compute_ref_log_prob": "ref_log_probs",
+        }
+        if name not in column:
+            return {}
+        ids = values["response_ids"]
+        made = np.concatenate([numbers(digest(self.state, row), len(row) // 8) for row in rows_of(ids)])
+        return {column[name]: Jagged(-made.astype(np.float32), ids.lengths)}
+
+
+def bytes_of(values: Any) -> object:
+    if isinstance(values, list):
+        return values
+    return values.values.tobytes() if isinstance(values, Jagged) else np.asarray(values).tobytes()
+
+
+def rows_of(ids: Jagged[np.ndarray]) -> tuple[bytes, ...]:
+    return tuple(ids.row(row).tobytes() for row in range(ids.rows))
+
+
+class Notes:
+    """Stands for the recorder: keeps the metrics of each step, and the calls."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[int, dict[str, float]] = {}
+        self.records: list[tuple[int, Any]] = []
+        self.path = Path()
+
+    @property
+    def metric_names(self) -> list[str]:
+        return list(self.metrics)  # type: ignore[arg-type]
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert step not in self.metrics
+        self.metrics[step] = {
+            k: v for k, v in metrics.items() if not k.startswith(("time/", "mem/", "rank/"))
+        }
+
+    def calls(self, step: int, records: list[Any]) -> None:
+        self.records += [(step, record) for record in records]
+
+    def samples(self, step: int, rows: Any) -> None: ...
+
+
+class Saver:
+    """Stands for the checkpointer: keeps the state of the run and of its services."""
+
+    def __init__(self, every: int, states: Callable[[], dict[str, tuple[int, int]]]) -> None:
+        self.every, self.states = every, states
+        self.saved: dict[int, tuple[dict[str, Any], dict[str, tuple[int, int]]]] = {}
+        self.cuts: list[int] = []
+
+    def begin(self, state: Callable[[], Any]) -> None:
+        state()
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        return bool(self.every) and step % self.every == 0
+
+    def after_step(
+        self, step: int, metrics: Any, state: Callable[[], Any], *, is_cut: bool, **others: Any
+    ) -> None:
+        self.cuts += [step] if is_cut else []
+        self.saved[step] = json.loads(json.dumps(state())), self.states()
+
+
+@dataclass
+class Simulation:
+    """A run on simulated services, and what was seen of it."""
+
+    config: Config
+    algorithm: Any
+    weather: Weather
+    every: int = 0
+    resumed: tuple[dict[str, Any], dict[str, tuple[int, int]]] | None = None
+    log: list[Entry] = field(default_factory=list)
+    notes: Notes = field(default_factory=Notes)
+
+    def execute(self) -> Simulation:
+        state, states = self.resumed or (None, {})
+        session = Session(seed=self.config.run.seed, timeout_s=20.0, save_timeout_s=20.0)
+        self.cluster = cluster = Cluster(self.config, session)
+        self.ranks = {
+            name: SimulatedRanks(name, self.weather, self.log, states.get(name, (digest(name), 0)))
+            for name in self.config.services
+        }
+        for name, table in self.config.services.items():
+            cluster.groups[name] = group_type(table.role)(
+                self.ranks[name],  # type: ignore[arg-type]
+                worker_pb2.DescribeResponse(
+                    role=table.role,
+                    ranks=[worker_pb2.RankInfo()],
+                    mesh=worker_pb2.MeshShape(pipeline=1, tensor=1, data=1),
+                    input_form=worker_pb2.INPUT_FORM_TENSOR,
+                ),
+                self.config.devices(name),
+                session,
+                cluster._placement,
+                cluster._loop,
+                learns=table.keeps_state,
+            )
+        self.saver = Saver(self.every, self.states)
+        if state:
+            session.newest = StepContext(state["step"])
+        run = Run(
+            self.config,
+            load_data(self.config),
+            cluster,
+            self.notes,  # type: ignore[arg-type]
+            checkpointer=self.saver,  # type: ignore[arg-type]
+            resumed=state,
+        )
+        try:
+            with run:
+                self.algorithm(run)
+        finally:
+            cluster._loop.close()
+        return self
+
+    def states(self) -> dict[str, tuple[int, int]]:
+        return {name: ranks.state for name, ranks in self.ranks.items()}
+
+
+def simulate(
+    directory: Path,
+    name: str,
+    *settings: str,
+    weather: Weather | None = None,
+    every: int = 0,
+    resumed: Any = None,
+    algorithm: Any = None,
+) -> Simulation:
+    """Executes an algorithm on simulated services.
+
+    Args:
+        directory: Directory for the rows.
+        name: Name of the algorithm whose configuration the run has.
+        settings: Settings of its config, "key.path=value".
+        weather: Delays and failures. Default: none.
+        every: Number of steps between checkpoints. 0: none.
+        resumed: What `Saver.saved` has of the step to go on from.
+        algorithm: The algorithm. Default: that of this name.
+    """
+    found = algorithms.find_algorithm(name)
+    for part in ("train", "heldout"):
+        path = directory / f"{part}.jsonl"
+        if not path.exists():
+            rows = [
+                json.dumps({"prompt": f"{part} {i}", "ground_truth": "x", "response": "y"}) + "\n"
+                for i in range(12)
+            ]
+            path.write_text("".join(rows))
+    config = load(
+        QUICKSTARTS / f"{found.quickstart}.toml",
+        (
+            f"data.train='{directory / 'train.jsonl'}'",
+            f"data.heldout='{directory / 'heldout.jsonl'}'",
+            "data.prompts_per_step=4",
+            "rollout.samples_per_prompt=2",
+            "algorithm.mini_batch_size=4",
+            "run.steps=5",
+            "run.samples=0",
+            "run.evaluate_every=2",
+            *settings,
+        ),
+    )
+    configured = found.configure(config)
+    return Simulation(configured, algorithm or found, weather or Weather(), every, resumed).execute()

@@ -1,0 +1,266 @@
+"""Steps that overlap: however long calls take and whichever fails, those that matter keep the order of the loop."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit.simulated_run import QUICKSTARTS, Entry, Simulation, Weather, simulate
+
+from controller import algorithms
+from controller.algorithms.grpo import compute_advantage
+from controller.config.config import load
+from controller.training.run import Run
+from controller.training.step import Step
+from rlhf.errors import ConfigError, InvalidRequest, RlhfError
+
+pytestmark = pytest.mark.timeout(60)
+
+NAMES = ("ppo", "grpo", "rloo", "dapo", "safe_rlhf", "remax", "reinforce_pp")
+ADAPTIVE = ("algorithm.kl_target=0.01", "algorithm.kl_horizon=200", "algorithm.kl_reward_coefficient=0.05")
+ROLES = {
+    "ppo": ("actor", "critic", "reference", "reward"),
+    "safe_rlhf": ("actor", "critic", "cost_critic", "reference", "reward", "cost"),
+    "dapo": ("actor", "reward"),
+}
+
+
+def results(run: Simulation) -> Any:
+    return run.notes.metrics, run.states()
+
+
+def of_actor(run: Simulation, method: str) -> list[Entry]:
+    return [each for each in run.log if (each.service, each.method) == ("actor", method)]
+
+
+def check_rows(run: Simulation, ahead: int) -> None:
+    """Every row that was trained on was generated once, trained on once, and is at most `ahead` updates old; every
+    evaluation is of the version of its step."""
+    born = {row: entry for entry in of_actor(run, "generate_sequences") for row in entry.rows}
+    trained = Counter(row for entry in of_actor(run, "update_actor") for row in entry.rows)
+    assert set(trained.values()) == {1}
+    for entry in of_actor(run, "update_actor"):
+        ages = [entry.version - born[row].version for row in entry.rows]
+        assert {born[row].step for row in entry.rows} == {entry.step}
+        assert all(0 <= age <= ahead for age in ages)
+        assert run.notes.metrics[entry.step].get("staleness/max", 0) == max(ages)
+    assert [entry.step for entry in of_actor(run, "update_actor")] == sorted(run.notes.metrics)[1:]
+    updated = 0
+    for entry in run.log:
+        if entry.service == "actor" and entry.method == "update_actor":
+            updated = entry.step
+        elif entry.service == "actor" and entry.step <= updated:
+            assert entry.version == entry.step, "an evaluation is of the version of its step"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_overlapping_steps_repeat_and_train_each_row_once(name: str, tmp_path: Path) -> None:
+    for ahead in (1, 2):
+        calm = simulate(tmp_path, name, f"run.ahead={ahead}")
+        check_rows(calm, ahead)
+        assert max(metrics.get("staleness/max", 0) for metrics in calm.notes.metrics.values()) == ahead
+        stormy = simulate(tmp_path, name, f"run.ahead={ahead}", weather=Weather(seed=ahead, longest_s=0.004))
+        assert results(stormy) == results(calm)
+
+
+def test_without_ahead_calls_come_as_the_algorithm_makes_them(tmp_path: Path) -> None:
+    run = simulate(tmp_path, "ppo", "run.steps=2", "run.evaluate_every=0")
+    order = ["generate_sequences", "compute_log_prob", "update_actor"]
+    of_steps = [(entry.step, entry.method) for entry in run.log if entry.service == "actor"]
+    assert of_steps[1:-1] == [(step, method) for step in (1, 2) for method in order]
+    assert not any("staleness/max" in metrics for metrics in run.notes.metrics.values())
+
+
+def test_generation_is_ahead_of_the_updates_and_what_learns_is_not(tmp_path: Path) -> None:
+    run = simulate(tmp_path, "ppo", "run.ahead=1", "run.steps=3", "run.evaluate_every=0")
+    of_steps = [(entry.step, entry.method) for entry in run.log if entry.service == "actor"][1:-1]
+    assert of_steps == [
+        (1, "generate_sequences"),
+        (2, "generate_sequences"),
+        (1, "compute_log_prob"),
+        (1, "update_actor"),
+        (3, "generate_sequences"),
+        (2, "compute_log_prob"),
+        (2, "update_actor"),
+        (3, "compute_log_prob"),
+        (3, "update_actor"),
+    ]
+    critic = [(entry.step, entry.method) for entry in run.log if entry.service == "critic"]
+    assert critic == [(step, each) for step in (1, 2, 3) for each in ("compute_values", "update_critic")]
+
+
+def spans(run: Simulation, method: str) -> dict[int, tuple[float, float]]:
+    """First start and end of a method in each step."""
+    found: dict[int, tuple[float, float]] = {}
+    for step, record in run.notes.records:
+        if record.method == method:
+            found.setdefault(step, (record.started_s, record.ended_s))
+    return found
+
+
+def test_a_slow_reward_runs_beside_the_update_of_the_step_before(tmp_path: Path) -> None:
+    weather = Weather(slow={"reward.compute_reward": 0.1, "actor.update_actor": 0.1})
+    run = simulate(tmp_path, "grpo", "run.ahead=1", "run.evaluate_every=0", weather=weather)
+    scored, updated = spans(run, "compute_reward"), spans(run, "update_actor")
+    for step in range(2, 6):
+        together = min(scored[step][1], updated[step - 1][1]) - max(scored[step][0], updated[step - 1][0])
+        assert together > 0.03, f"step {step}"
+
+
+def test_an_evaluation_holds_up_no_generation(tmp_path: Path) -> None:
+    weather = Weather(slow={"reward.compute_reward": 0.3})
+    run = simulate(tmp_path, "grpo", "run.ahead=1", "run.steps=4", weather=weather)
+    check_rows(run, 1)
+    evaluated = max(i for i, each in enumerate(run.log) if each.service == "reward" and each.step == 2)
+    generated = min(
+        i for i, each in enumerate(run.log) if each.method == "generate_sequences" and each.step == 4
+    )
+    assert generated < evaluated
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "dapo", "safe_rlhf"])
+def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
+    settings = ("run.ahead=1", "run.steps=6", *(ADAPTIVE if name in ("ppo", "safe_rlhf") else ()))
+    whole = simulate(tmp_path, name, *settings, every=2, weather=Weather(seed=3, longest_s=0.002))
+    assert whole.saver.cuts == [2, 4, 6]
+    check_rows(whole, 1)
+    for step in (2, 4):
+        rest = simulate(tmp_path, name, *settings, every=2, resumed=whole.saver.saved[step])
+        assert rest.states() == whole.states()
+        later = {number: found for number, found in whole.notes.metrics.items() if number > step}
+        assert rest.notes.metrics == later
+
+
+def random_run(directory: Path, seed: int, *, fails: bool) -> None:
+    """A run of a random algorithm on random pools, with random delays, that has the results of one without delays; or
+    one of whose calls fails, with the error of the call."""
+    chosen = random.Random(seed)
+    name = chosen.choice(NAMES)
+    ahead, every = chosen.choice((0, 1, 1, 2, 3)), chosen.choice((0, 2, 3))
+    roles = ROLES.get(name, ("actor", "reference", "reward"))
+    pools = [f"pools.p{i}={chosen.sample(['d0', 'd1', 'd2'], chosen.randint(2, 3))}" for i in range(2)]
+    placed = [f"services.{role}.pool='p{chosen.randint(0, 1)}'" for role in roles if chosen.random() < 0.8]
+    table = [
+        f"run.ahead={ahead}",
+        f"run.steps={chosen.randint(2, 5)}",
+        f"run.evaluate_every={chosen.randint(0, 3)}",
+    ]
+    calm = simulate(directory, name, *table, *pools, *placed, every=every)
+    check_rows(calm, ahead)
+    weather = Weather(seed, 0.003, chosen.randint(1, len(calm.log)) if fails else 0)
+    if fails:
+        with pytest.raises(RlhfError, match="struck by lightning"):
+            simulate(directory, name, *table, *pools, *placed, every=every, weather=weather)
+    else:
+        stormy = simulate(directory, name, *table, *pools, *placed, every=every, weather=weather)
+        assert results(stormy) == results(calm)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["delays", "failures"])
+def test_random_schedules(fails: bool, tmp_path: Path) -> None:
+    for seed in range(8):
+        random_run(tmp_path, seed, fails=fails)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("fails", [False, True], ids=["delays", "failures"])
+def test_many_random_schedules(fails: bool, tmp_path: Path) -> None:
+    for seed in range(1000, 2500):
+        random_run(tmp_path, seed, fails=fails)
+
+
+def waits_for_all(run: Run) -> None:
+    """Reads log-probabilities and the metrics of an update in the loop itself."""
+    actor, reward = run.actor(), run.reward()
+    for step in run.steps():
+        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch = reward.score(batch)
+        columns = run.fetch(batch, "log_probs", "rewards", "group")
+        assert len(columns["rewards"]) == batch.rows
+        batch |= compute_advantage(run, step, batch)
+        updated = actor.update_actor(batch)
+        step.metrics["seen"] = float(len(updated.records()))
+        assert run.evaluate()["time/evaluation_s"] > 0
+        step.finish(batch, updated)
+
+
+def test_a_loop_that_waits_for_what_was_updated_goes_on(tmp_path: Path) -> None:
+    run = simulate(tmp_path, "dr_grpo", "run.ahead=2", algorithm=waits_for_all)
+    check_rows(run, 0)
+    assert [run.notes.metrics[step]["seen"] for step in range(1, 6)] == [1.0] * 5
+
+
+def stops_at_three(run: Run) -> None:
+    for step in run.steps():
+        batch = step.prompts | step.groups | run.actor().generate_sequences(step.prompts)
+        batch |= run.actor().compute_log_prob(batch)
+        if step.number == 3:
+            step.stop()
+        step.finish(batch)
+
+
+def test_a_step_that_is_made_the_last_ends_the_run(tmp_path: Path) -> None:
+    run = simulate(tmp_path, "dr_grpo", "run.ahead=2", algorithm=stops_at_three)
+    assert list(run.notes.metrics) == [0, 1, 2, 3]
+
+
+def test_a_later_function_cannot_end_the_run(tmp_path: Path) -> None:
+    def late(run: Run) -> None:
+        for step in run.steps():
+            batch = step.prompts | run.actor().generate_sequences(step.prompts)
+
+            def work(step: Step = step, batch: Any = batch) -> Any:
+                step.stop()
+                return batch
+
+            step.finish(batch | step.later(work, ["response_ids"], batch.rows))
+
+    with pytest.raises(InvalidRequest, match="only be called by the loop"):
+        simulate(tmp_path, "dr_grpo", "run.ahead=1", algorithm=late)
+
+
+def test_a_loop_that_fails_leaves_nothing_waiting(tmp_path: Path) -> None:
+    def broken(run: Run) -> None:
+        for step in run.steps():
+            batch = step.prompts | run.actor().generate_sequences(step.prompts)
+            batch |= run.actor().compute_log_prob(batch)
+            if step.number == 2:
+                raise ValueError("mine")
+            step.finish(batch)
+
+    with pytest.raises(ValueError, match="mine"):
+        simulate(tmp_path, "dr_grpo", "run.ahead=2", algorithm=broken)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("rollout.top_k=5", "does not go with rollout.top_k or rollout.top_p"),
+        ("rollout.top_p=0.9", "does not go with rollout.top_k or rollout.top_p"),
+        (
+            "algorithm.recompute_log_probs=false",
+            "algorithm.recompute_log_probs: must be true with run.ahead 1",
+        ),
+        ("algorithm.max_log_prob_drift=0.1", "algorithm.max_log_prob_drift: must be 0 with run.ahead 1"),
+    ],
+)
+def test_what_an_update_off_policy_needs_is_checked(setting: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(QUICKSTARTS / "quickstart.toml", ("run.ahead=1", setting))
+
+
+def test_rows_of_older_weights_are_corrected_for_unless_the_config_says_otherwise() -> None:
+    ppo = algorithms.find_algorithm("ppo")
+
+    def correction(*settings: str) -> str:
+        return ppo.configure(load(QUICKSTARTS / "quickstart.toml", settings)).algorithm.rollout_correction
+
+    assert correction() == "none"
+    assert correction("run.ahead=1") == "truncate"
+    assert correction("run.ahead=1", "algorithm.rollout_correction='none'") == "none"
+    assert correction("run.ahead=1", "algorithm.rollout_correction='mask'") == "mask"
