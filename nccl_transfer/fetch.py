@@ -211,9 +211,7 @@ class Fetcher:
     ) -> PlacedRanges:
         """Reads ranges that may stay on the GPU."""
         assert self._device is not None, "columns stay only where there is an arena on the GPU"
-
-        def count(transport: str, moved: Sequence[ByteRange], start: float) -> None:
-            self._count(transport, moved, start, traffic)
+        count = partial(self._count, traffic=traffic)
 
         def read_on_host(source: Endpoint, ranges: Sequence[ByteRange]) -> Reading:
             return self._read(source, ranges, None, NO_RELAYS, deadline, traffic)

@@ -168,10 +168,9 @@ class TrainEngine(ABC):
 
     Attributes:
         device: device of this rank.
-        data_rank: index of this rank's data-parallel share of the rows. Ranks with the same index have the same rows.
-        data_size: number of data-parallel shares.
-        config: configuration of the whole model.
-        num_parameters: number of parameters of the whole model.
+        data_rank, data_size: index of this rank's data-parallel share of the rows, which are the same on all ranks with
+            the same index, and number of shares.
+        config, num_parameters: configuration and number of parameters of the whole model.
         step_is_atomic: whether a `step` that fails on any rank has changed no weight on any rank.
         sees_outputs: whether this rank has the outputs and statistics; in a pipeline, only the last stage has.
         packs: whether the engine can compute packed micro-batches, besides padded ones.

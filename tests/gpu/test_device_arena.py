@@ -87,6 +87,8 @@ def test_a_host_reader_gets_a_copy(store):
     column = device_of(store).put_column(values, Lease("s", 1))
     fetcher = Fetcher(host_id(), [], store)
     rows = fetcher.fetch(Batch(1000, {"x": column}), time.monotonic() + 20)
-    assert np.array_equal(rows["x"], np.arange(1000, dtype=np.float32))
+    found = rows["x"]
+    assert isinstance(found, np.ndarray)
+    assert np.array_equal(found, np.arange(1000, dtype=np.float32))
     assert store.stat().host_copied_bytes == 4000
     fetcher.close()
