@@ -44,10 +44,13 @@ class ReaderChoice:
         the bytes. Raises as `use`."""
         return self.use(source, HOST_TO_HOST, lambda reader: reader.read(source, ranges, deadline))
 
-    def use(self, source: Endpoint, route: Route, read: Callable[[Reader], T]) -> tuple[str, T]:
+    def use(
+        self, source: Endpoint, route: Route, read: Callable[[Reader], T], otherwise: str = ""
+    ) -> tuple[str, T]:
         """Reads from one rank by a route; returns the name of the transport and the result of `read`, which is called
         with its reader. Where a transport cannot be set up with the source and another one reaches it, that is logged,
-        and the first is not tried with this source again.
+        and the first is not tried with this source again; so it is where none does and the caller has another way,
+        `otherwise`.
 
         Raises:
             NoTransport: No transport reaches the source; the message gives the reason of each. Other errors as raised
@@ -64,6 +67,8 @@ class ReaderChoice:
                 except AttachFailed as error:
                     reason = failed[reader.name] = str(error)
             reasons.append(f"{reader.name}: {reason}")
+        if otherwise:
+            self._remember(source, failed, otherwise)
         raise NoTransport(f"no transport reaches {source} ({'; '.join(reasons)})")
 
     def check_adverts(self, adverts: Mapping[str, bytes]) -> None:

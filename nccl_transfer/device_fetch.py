@@ -123,7 +123,7 @@ class DeviceReader:
 
         start = time.perf_counter()
         try:
-            name, memory = self._choice.use(source, DEVICE_TO_DEVICE, receive)
+            name, memory = self._choice.use(source, DEVICE_TO_DEVICE, receive, otherwise="its host memory")
         except NoTransport:
             return {}  # by the host
         except OutOfSpace as error:

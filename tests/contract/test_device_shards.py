@@ -254,7 +254,7 @@ def test_an_arena_that_cannot_be_opened_is_tried_once_and_the_rows_come_by_the_h
         for _ in range(3):
             assert_same_bits(host(rank.fetch(batch)["x"]), random_array("uint8", (4, MIB // 4)))
     assert (len(opened), len(caplog.records)) == (1, 1)
-    assert "transport cuda_ipc is not used with it any more" in caplog.text
+    assert "is read by its host memory, since cuda_ipc failed: memory of process" in caplog.text
 
 
 @BETWEEN_GPUS
