@@ -76,7 +76,7 @@ def result(values: np.ndarray, lengths: list[int]) -> CallResult:
 
 
 def respond(server: RankServer, values: np.ndarray, lengths: list[int]) -> common_pb2.Batch:
-    method = server.methods["compute_ref_log_prob"][0]
+    method = server.methods["/rlhf.v1.ReferenceService/ComputeRefLogProb"][0]
     timing = common_pb2.Timing()
     response = ResponseEncoder(server.worker, server.store).encode(
         method, CALL, timing, result(values, lengths)
