@@ -32,8 +32,8 @@ from benchmarks.transfer_batch import measure_batch
 from benchmarks.transfer_gpu import measure_cuda_ipc
 from benchmarks.transfer_host import measure_hand_off, measure_stream, run_producer
 from benchmarks.transfer_tables import MIB, show
+from nccl_transfer.devices.cupy_cuda import own_cuda
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
-from nccl_transfer.transports.gpu.device import own_cuda
 
 HAND_OFFS = (64 * MIB, 256 * MIB, 1024 * MIB)
 STREAMS = (64 * MIB, 256 * MIB)

@@ -22,6 +22,7 @@ import grpc.aio
 import numpy as np
 
 from benchmarks.processes import TIMEOUT_S, ask, in_turns, process, timed
+from nccl_transfer.devices.cuda import Cuda, DeviceBuffer
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.plans import needed
 from nccl_transfer.refs.shards import Endpoint
@@ -32,7 +33,6 @@ from nccl_transfer.testing.serving import add_handlers
 from nccl_transfer.transports import host_id
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 from nccl_transfer.transports.gpu.cuda_ipc_source import SLOT_BYTES, SLOTS
-from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.v1 import common_pb2
 
@@ -168,9 +168,20 @@ def _measure(cuda: Cuda, lender: Connection, nbytes: int, rounds: int, slot_byte
     source_buffer, target = DeviceBuffer(cuda, nbytes), DeviceBuffer(cuda, nbytes)
     lent = cuda.open(ask(lender, "share"))
 
+    def staged() -> DeviceBuffer:
+        """Reads the rows, which are in host memory there, into device memory here, by way of staging memory."""
+        buffer = DeviceBuffer(cuda, nbytes)
+        client = transport._clients.to(source)
+
+        def copy_piece(start: int, pointer: int, count: int) -> None:
+            cuda.copy(buffer.pointer + start, pointer, count)
+
+        client.read(source, ranges, copy_piece, time.monotonic() + TIMEOUT_S)
+        return buffer
+
     def receive() -> float:
         started = time.perf_counter()
-        received = transport.receive(source, ranges, time.monotonic() + TIMEOUT_S)
+        received = staged()
         cuda.synchronize()
         seconds = time.perf_counter() - started
         received.free()
@@ -193,7 +204,7 @@ def _measure(cuda: Cuda, lender: Connection, nbytes: int, rounds: int, slot_byte
         cuda.synchronize()
 
     try:
-        _check(cuda, transport.receive(source, ranges, time.monotonic() + TIMEOUT_S), nbytes)
+        _check(cuda, staged(), nbytes)
         seconds = in_turns(
             {
                 "receive_s": receive,

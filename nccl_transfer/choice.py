@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.transports import Reader, Reading
+from nccl_transfer.transports.base import HOST_TO_HOST, Route
 from rlhf.errors import AttachFailed, TransferError
 
 REMEMBERED_SOURCES = 4096
 """Most sources of which failed set-ups are remembered; beyond it the oldest is forgotten, and tried again."""
+
+
+T = TypeVar("T")
+
+
+class NoTransport(TransferError):
+    """No transport reaches a source by the route that is asked for."""
 
 
 class ReaderChoice:
@@ -31,26 +40,36 @@ class ReaderChoice:
         self._lock = threading.Lock()
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> tuple[str, Reading]:
-        """Reads bytes of shards of one rank, as `Reader.read`; returns the name of the transport and the bytes. Where a
-        transport cannot be set up with the source and another one reaches it, that is logged, and the first is not
-        tried with this source again.
+        """Reads bytes of shards of one rank into host memory, as `Reader.read`; returns the name of the transport and
+        the bytes. Raises as `use`."""
+        return self.use(source, HOST_TO_HOST, lambda reader: reader.read(source, ranges, deadline))
+
+    def use(
+        self, source: Endpoint, route: Route, read: Callable[[Reader], T], otherwise: str = ""
+    ) -> tuple[str, T]:
+        """Reads from one rank by a route; returns the name of the transport and the result of `read`, which is called
+        with its reader. Where a transport cannot be set up with the source and another one reaches it, that is logged,
+        and the first is not tried with this source again; so it is where none does and the caller has another way,
+        `otherwise`.
 
         Raises:
-            TransferError: No transport reaches the source; the message gives the reason of each. Other errors as raised
-                by `Reader.read`.
+            NoTransport: No transport reaches the source; the message gives the reason of each. Other errors as raised
+                by `read`.
         """
         reasons: list[str] = []
         failed: dict[str, str] = {}
         for reader in self._readers:
-            reason = self._why_failed(source, reader.name) or reader.why_not(source, self._host_id)
+            reason = self._why_not(reader, source, route)
             if reason is None:
                 self._remember(source, failed, reader.name)
                 try:
-                    return reader.name, reader.read(source, ranges, deadline)
+                    return reader.name, read(reader)
                 except AttachFailed as error:
                     reason = failed[reader.name] = str(error)
             reasons.append(f"{reader.name}: {reason}")
-        raise TransferError(f"no transport reaches {source} ({'; '.join(reasons)})")
+        if otherwise:
+            self._remember(source, failed, otherwise)
+        raise NoTransport(f"no transport reaches {source} ({'; '.join(reasons)})")
 
     def check_adverts(self, adverts: Mapping[str, bytes]) -> None:
         """As `Fetcher.check_adverts`."""
@@ -77,6 +96,12 @@ class ReaderChoice:
     def close(self) -> None:
         for reader in self._readers:
             reader.close()
+
+    def _why_not(self, reader: Reader, source: Endpoint, route: Route) -> str | None:
+        """Returns the reason why a reader cannot read from a source by a route, or None if it can."""
+        if route not in reader.routes:
+            return f"it has no route from {route.source} to {route.reader}"
+        return self._why_failed(source, reader.name) or reader.why_not(source, self._host_id)
 
     def _why_failed(self, source: Endpoint, name: str) -> str | None:
         with self._lock:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nccl_transfer.choice import ReaderChoice
+from nccl_transfer.device_fetch import DeviceReader, PlacedRanges, staying
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.plans import Ranges, Relay, needed
 from nccl_transfer.refs.ranges import ByteRange
@@ -18,6 +19,7 @@ from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.registry import memory_reader
 from nccl_transfer.relay import RelayBoard, RelayRequest, RelayTaker
 from nccl_transfer.rows import FetchedRows, ReadRanges, assemble
+from nccl_transfer.spill import Spiller
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import Reader, Reading, Traffic
 from nccl_transfer.transports.common import read_in_place
@@ -54,6 +56,9 @@ class Fetcher:
         self._pool = ThreadPoolExecutor(max_sources, thread_name_prefix="fetch")
         self._traffic: dict[str, Traffic] = {}
         self._verifier = ChecksumVerifier(store)
+        self._spiller = Spiller(store)
+        device = store.device if store is not None else None
+        self._device = DeviceReader(device, self._choice) if device is not None else None
         self._lock = threading.Lock()
 
     def fetch(
@@ -63,10 +68,14 @@ class Fetcher:
         relay_request: RelayRequest = NO_RELAYS,
         *,
         writable: bool = False,
+        on_device: Collection[str] = (),
     ) -> FetchedRows:
         """Reads the rows of a batch; blocks until all are read. A column whose rows are contiguous in one shard on this
         host is not copied; columns that refer to the same bytes may share memory. Where the fetch fails, ranks that
         wait for bytes that this rank was to relay get its error.
+
+        Rows on GPUs come to host memory by way of the host memory of the ranks that hold them, except those of columns
+        in `on_device`: these come to this rank's GPU, if it has an arena there.
 
         Args:
             batch: Rows by reference, by value or mixed.
@@ -75,6 +84,8 @@ class Fetcher:
                 that it takes from them. Default: no relays.
             writable: Whether columns by reference become writable arrays, private to the caller; else they are
                 read-only. Writable memory of this host is mapped anew, with new page faults, by every fetch.
+            on_device: Names of columns that may stay on the GPU; they become `DeviceArray` if any of their bytes is
+                on one.
 
         Raises:
             TransferError: No transport reaches a rank (the message gives the reason of each transport), or bytes do
@@ -83,16 +94,19 @@ class Fetcher:
             DeadlineExceeded, ServiceLost, Refused: The deadline passed, a rank that holds rows cannot be reached, or a
                 shard was released.
         """
+        stays = staying(batch, on_device) if self._device is not None else Batch(batch.rows, {})
+        others = Batch(batch.rows, {n: c for n, c in batch.columns.items() if n not in stays.columns})
         try:
-            wanted = needed(batch)
+            wanted = needed(others)
             self._verifier.check(wanted)
             traffic: dict[str, Traffic] = {}
-            read = self._read_all(wanted, relay_request, deadline, writable, traffic)
+            read, placed = self._read_all(wanted, needed(stays), relay_request, deadline, writable, traffic)
             self._verifier.verify(read)
         except BaseException as error:
             self._fail_relays(relay_request, error)
             raise
-        return replace(assemble(batch, read, self._own, writable), traffic=traffic)
+        rows = replace(assemble(others, read, self._own, writable), traffic=traffic)
+        return rows if self._device is None else self._device.add(rows, stays, placed, self._own)
 
     def read(self, wanted: ByteRange, deadline: float) -> Reading:
         """Reads a range of a shard of another rank into host memory, and verifies its checksums; its memory may be
@@ -145,6 +159,7 @@ class Fetcher:
         """Closes the readers and cancels reads that have not begun. Rows that were fetched stay valid."""
         self._choice.close()
         self._taker.close()
+        self._spiller.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -154,17 +169,19 @@ class Fetcher:
     def _read_all(
         self,
         wanted: Ranges,
+        stays: Ranges,
         relay_request: RelayRequest,
         deadline: float,
         writable: bool,
         traffic: dict[str, Traffic],
-    ) -> dict[Endpoint, ReadRanges]:
+    ) -> tuple[dict[Endpoint, ReadRanges], dict[Endpoint, PlacedRanges]]:
+        """Reads ranges into host memory, and those of `stays` into the memory of this rank's GPU."""
         keeps, takes = relay_request.kept_by(self._own), relay_request.taken_by(self._own, self._host_id)
         # Reads are queued before relays: a read waits for no other rank, so ranks that relay to each other do not
         # block one another.
         first = [source for source in wanted if source not in takes]
         second = [source for source in wanted if source in takes]
-        jobs = [
+        jobs: list[Callable[[], Any]] = [
             *(
                 partial(
                     self._read, source, wanted[source], keeps.get(source), relay_request, deadline, traffic
@@ -176,11 +193,30 @@ class Fetcher:
                 for source in second
             ),
         ]
-        readings = self._run_all(jobs)
-        return {
+        jobs += [partial(self._place, source, stays[source], deadline, traffic) for source in stays]
+        done = self._run_all(jobs)
+        readings, placed = done[: len(wanted)], done[len(wanted) :]
+        read = {
             source: ReadRanges(wanted[source], reading.writable() if writable else reading)
             for source, reading in zip([*first, *second], readings, strict=True)
         }
+        return read, dict(zip(stays, placed, strict=True))
+
+    def _place(
+        self,
+        source: Endpoint,
+        ranges: Sequence[ByteRange],
+        deadline: float,
+        traffic: dict[str, Traffic],
+    ) -> PlacedRanges:
+        """Reads ranges that may stay on the GPU."""
+        assert self._device is not None, "columns stay only where there is an arena on the GPU"
+        count = partial(self._count, traffic=traffic)
+
+        def read_on_host(source: Endpoint, ranges: Sequence[ByteRange]) -> Reading:
+            return self._read(source, ranges, None, NO_RELAYS, deadline, traffic)
+
+        return self._device.read(source, ranges, source == self._own, deadline, count, read_on_host)
 
     def _run_all(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Runs jobs in parallel and returns their results in order. Raises the first error without waiting for the
@@ -206,6 +242,7 @@ class Fetcher:
         deadline: float,
         traffic: dict[str, Traffic],
     ) -> Reading:
+        ranges = self._spiller.on_host(source, ranges, deadline)
         if self._store is not None and source == self._store.endpoint:
             return read_in_place(self._store.reader, ranges)
         start = time.perf_counter()
@@ -223,6 +260,7 @@ class Fetcher:
         deadline: float,
         traffic: dict[str, Traffic],
     ) -> Reading:
+        ranges = self._spiller.on_host(relay.source, ranges, deadline)
         start = time.perf_counter()
         reading = self._taker.take(relay, ranges, relay_request.call_id, deadline)
         self._count("relay", ranges, start, traffic)

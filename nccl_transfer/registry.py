@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
-from nccl_transfer.transports.base import HOST_TO_HOST, Reader, Transport
+from nccl_transfer.transports.base import DEVICE_TO_DEVICE, HOST_TO_HOST, Reader, Transport
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 from nccl_transfer.transports.gpu.nccl import NcclTransport
 from nccl_transfer.transports.grpc_stream import GrpcTransport
@@ -55,14 +55,19 @@ def find_transport(name: str) -> Transport:
     return transport
 
 
-def unavailable() -> dict[str, str]:
-    """Returns the transports that this process cannot use, as a dict from name to the reason."""
-    return {name: reason for name in names() if (reason := _why_unavailable(name)) is not None}
+def unavailable(*, on_gpu: bool = False) -> dict[str, str]:
+    """Returns the transports that this process cannot use, as a dict from name to the reason.
+
+    Args:
+        on_gpu: Whether this process computes on a GPU; else it uses no transport that needs one, and no CUDA.
+    """
+    return {name: reason for name in names() if (reason := _why_unavailable(name, on_gpu)) is not None}
 
 
-def available() -> list[str]:
-    """Returns the names of the transports that this process can use, in order of preference."""
-    return [name for name in names() if _why_unavailable(name) is None]
+def available(*, on_gpu: bool = False) -> list[str]:
+    """Returns the names of the transports that this process can use, in order of preference; `on_gpu` as for
+    `unavailable`."""
+    return [name for name in names() if _why_unavailable(name, on_gpu) is None]
 
 
 def is_allowed(transport: Transport, wanted: Sequence[Transport]) -> bool:
@@ -71,9 +76,9 @@ def is_allowed(transport: Transport, wanted: Sequence[Transport]) -> bool:
     return transport.is_secure or transport in wanted or current().certificates is None
 
 
-def find_transports(wanted: Sequence[str] = ()) -> list[Transport]:
+def find_transports(wanted: Sequence[str] = (), *, on_gpu: bool = False) -> list[Transport]:
     """Returns the named transports, in the order given. Default: all that are available and allowed, in order of
-    preference.
+    preference. `on_gpu` as for `unavailable`.
 
     Raises:
         ConfigError: A name is unknown (the message lists the known names), or a transport is not available (the
@@ -85,31 +90,39 @@ def find_transports(wanted: Sequence[str] = ()) -> list[Transport]:
             transport = find_transport(name)
         except PluginError as error:
             raise PluginError(f"transport {error}") from error
-        if reason := transport.unavailable():
+        if reason := _why_unusable(transport, on_gpu):
             raise ConfigError(f"transport {name!r} is not available: {reason}")
         chosen.append(transport)
-    return chosen or [each for each in map(find_transport, available()) if is_allowed(each, ())]
+    found = map(find_transport, available(on_gpu=on_gpu))
+    return chosen or [each for each in found if is_allowed(each, ())]
 
 
-def served_transports(wanted: Sequence[str] = ()) -> list[Transport]:
+def served_transports(wanted: Sequence[str] = (), *, on_gpu: bool = False) -> list[Transport]:
     """Returns the transports by which a rank gives out its rows: all that are available and allowed, and those of
-    `wanted`, the names of the configuration. Raises as `find_transports`."""
-    named = find_transports(wanted) if wanted else []
-    every = [each for each in map(find_transport, available()) if is_allowed(each, named)]
+    `wanted`, the names of the configuration. `on_gpu` as for `unavailable`. Raises as `find_transports`."""
+    named = find_transports(wanted, on_gpu=on_gpu) if wanted else []
+    every = [each for each in map(find_transport, available(on_gpu=on_gpu)) if is_allowed(each, named)]
     return [*every, *(transport for transport in named if transport not in every)]
 
 
-def create_readers(wanted: Sequence[str] = ()) -> list[Reader]:
-    """Creates the readers of `find_transports(wanted)`, which read from host memory into host memory.
+def create_readers(wanted: Sequence[str] = (), *, on_gpu: bool = False) -> list[Reader]:
+    """Creates the readers of `find_transports(wanted, on_gpu=on_gpu)` that the fetcher uses: from host memory into
+    host memory, or from one GPU into another.
 
     Raises:
-        ConfigError: A named transport does not cover this way, or `find_transports` raised it.
+        ConfigError: A named transport covers neither way, or `find_transports` raised it.
     """
-    found = find_transports(wanted)
-    for transport in found if wanted else ():
-        if HOST_TO_HOST not in transport.routes:
-            raise ConfigError(f"transport {transport.name!r} has no route from host memory to host memory")
-    return [transport.reader() for transport in found if HOST_TO_HOST in transport.routes]
+    found, readers = find_transports(wanted, on_gpu=on_gpu), []
+    for transport in found:
+        if transport.routes & {HOST_TO_HOST, DEVICE_TO_DEVICE}:
+            reader = transport.reader()
+            reader.routes = transport.routes
+            readers.append(reader)
+        elif wanted:
+            raise ConfigError(
+                f"transport {transport.name!r} has no route from host memory to host memory, nor from GPU to GPU"
+            )
+    return readers
 
 
 def memory_reader() -> Reader:
@@ -117,8 +130,15 @@ def memory_reader() -> Reader:
     return MEMORY.reader()
 
 
-def _why_unavailable(name: str) -> str | None:
-    return _cause_of_absence(name) or find_transport(name).unavailable()
+def _why_unavailable(name: str, on_gpu: bool) -> str | None:
+    return _cause_of_absence(name) or _why_unusable(find_transport(name), on_gpu)
+
+
+def _why_unusable(transport: Transport, on_gpu: bool) -> str | None:
+    """Returns the reason why a transport cannot be used here, or None if it can."""
+    if transport.needs_gpu and not on_gpu:
+        return transport.unavailable() or "this process does not compute on a GPU"
+    return transport.unavailable()
 
 
 @functools.cache

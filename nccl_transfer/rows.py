@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +19,7 @@ from nccl_transfer.transports import Reading, Traffic
 from rlhf.errors import TransferError
 
 Values = np.ndarray | Jagged[np.ndarray] | list[str]
+"""Values of a column in host memory, as all are, unless the caller of a fetch has named columns for the GPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,8 @@ class FetchedRows:
     Attributes:
         rows: Number of rows.
         values: Columns by name: a numpy array [rows, ...] or jagged array in the carrier of its element type (see
-            `nccl_transfer.refs.dtypes.CARRIERS`), or a list of strings.
+            `nccl_transfer.refs.dtypes.CARRIERS`), or a list of strings. Of columns that were asked for on the GPU and
+            lie there, a `DeviceArray` or a jagged one.
         dtypes: Name of the element type by column name, for every column that is not text.
         fetched_bytes: Number of bytes that came from other ranks.
         traffic: Traffic of the fetch, by name of transport.
@@ -39,7 +41,7 @@ class FetchedRows:
     dtypes: Mapping[str, str]
     fetched_bytes: int
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
-    _readings: Sequence[Reading] = field(default=(), repr=False)
+    _verify: Sequence[Callable[[], None]] = field(default=(), repr=False)
 
     def __getitem__(self, name: str) -> Values:
         return self.values[name]
@@ -52,8 +54,8 @@ class FetchedRows:
             Refused: A shard was released, so its bytes may have been overwritten.
             TransferError: A shard was marked corrupt.
         """
-        for reading in self._readings:
-            reading.verify()
+        for verify in self._verify:
+            verify()
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +99,8 @@ def assemble(
         else:
             values[name] = column.values
     fetched_bytes = sum(part.nbytes for source, part in read.items() if source != own)
-    readings = tuple(part.reading for part in read.values())
-    return FetchedRows(batch.rows, values, _dtypes(batch), fetched_bytes, _readings=readings)
+    verify = tuple(part.reading.verify for part in read.values())
+    return FetchedRows(batch.rows, values, _dtypes(batch), fetched_bytes, _verify=verify)
 
 
 def _dtypes(batch: Batch) -> dict[str, str]:

@@ -46,6 +46,10 @@ def stat_response(
         shards=stat.shards,
         traffic=traffic_to_proto(traffic),
         unavailable_transports=unavailable or {},
+        device_arena_bytes=stat.device_arena_bytes,
+        device_used_bytes=stat.device_used_bytes,
+        spilled_bytes=stat.spilled_bytes,
+        host_copied_bytes=stat.host_copied_bytes,
         failed_transports=failures or {},
     )
 

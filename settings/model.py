@@ -68,8 +68,9 @@ class LoadedModelTable(ServiceTable):
     model: Path
     """Hugging Face directory of the model and its tokenizer; or, where there is no such directory, a
     model on the Hugging Face hub, as owner/name or owner/name@revision (docs/models.md)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type that the model is computed in."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type that the model is computed in. auto: bfloat16 on a GPU, float32 on a CPU; Describe says which. On a
+    GPU, matrix products of float32 are computed in TF32."""
 
     @property
     def model_directory(self) -> Path:

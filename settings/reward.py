@@ -136,8 +136,8 @@ class RewardTable(ServiceTable):
     input: Literal["text", "tensor"] = "text"
     """For kind model: form of the rows that the model reads. text: tokenizes texts with its own tokenizer; tensor:
     reads the actor's token ids, and must have the actor's vocabulary."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """For kind model: data type that the model is computed in."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """For kind model: data type that the model is computed in. auto: bfloat16 on a GPU, float32 on a CPU."""
     sharded: bool = False
     """For kind model: shards every weight over all ranks (engine fsdp), which then score together. false: each rank has
     the whole model and scores by itself; of a model that learns it has a copy, beside the shards that are trained."""

@@ -47,9 +47,13 @@ class ServiceTable(Strict):
     of results depend on it; the Describe RPC returns which one is in use."""
     arena_mb: Positive = 64
     """Size of each rank's arena in MiB: the memory in which it keeps the rows of its results until the step ends."""
+    arena_device_mb: int = Field(default=256, ge=0)
+    """Size of each rank's arena on its GPU in MiB, allocated at start: what a rank computes there stays there until the
+    step ends, and other ranks read it from there. Rows that do not fit go to the host. 0: rows go to the host. A rank
+    without a GPU has none."""
     checksums: bool = False
     """Adds xxh3 checksums to the references to this service's rows, which readers verify, over any transport. Costs
-    one pass over the bytes on each side."""
+    one pass over the bytes on each side. Rows with checksums are kept in host memory, also where there is a GPU."""
     transports: tuple[str, ...] = ()
     """Names of the transports that this service reads rows of other ranks with, in order of preference; one of another
     package may be given as `module:object`. Empty: all that are available."""

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("torch", "cupy", "deepspeed", "vllm")
 
 ADAPTERS: Mapping[str, Mapping[str, str]] = {
-    "nccl_transfer/transports/gpu/device.py": {
+    "nccl_transfer/devices/cupy_cuda.py": {
         "runtime": "cupy.cuda.runtime",
         "_runtime": "cupy.cuda.runtime",
     },

@@ -33,6 +33,7 @@ MAY_DIFFER = frozenset(
 """Keys and tables of the config that may differ where a run is resumed: they change no training step, or name files
 whose contents are compared."""
 OF_A_SERVICE = (WHERE_IT_RUNS - {"role", "ranks"}) | {
+    "arena_device_mb",
     "arena_mb",
     "checksums",
     "model",

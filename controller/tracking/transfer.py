@@ -14,13 +14,16 @@ def transfer_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
     Returns:
         Metrics `transfer/NAME/bytes`, `time/transfer/NAME/seconds` and `time/transfer/NAME/gb_per_s`, where NAME is a
         transport, or SERVICE.METHOD of a method whose ranks fetched bytes. Seconds are summed over ranks, so that the
-        rate is that of one rank. For transports also `transfer/NAME/transfers`, the number of transfers.
+        rate is that of one rank. For transports also `transfer/NAME/transfers`, the number of transfers. Where arenas
+        on GPUs were full, `transfer/spilled_bytes`, the bytes that went to the host instead.
     """
+    spilled = 0
     by_transport: dict[str, Traffic] = {}
     by_method: dict[str, Traffic] = {}
     for record in records:
         method = f"{record.service}.{record.method}"
         for response in record.responses:
+            spilled += response.outcome.timing.spilled_bytes
             for name, moved in response.outcome.timing.traffic.items():
                 count = Traffic(moved.bytes, moved.seconds, moved.transfers)
                 by_transport[name] = by_transport.get(name, Traffic()) + count
@@ -32,4 +35,4 @@ def transfer_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
             f"time/transfer/{name}/seconds": total.seconds,
             f"time/transfer/{name}/gb_per_s": total.gb_per_s,
         }
-    return metrics
+    return metrics | ({"transfer/spilled_bytes": float(spilled)} if spilled else {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,13 @@ class Endpoint:
         return f"{self.service or 'service'} rank {self.rank} at {self.address}"
 
 
+class Space(StrEnum):
+    """Memory in which rows lie."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A block of memory that contains rows of one column.
@@ -32,10 +40,12 @@ class Shard:
     Attributes:
         endpoint: The rank whose arena contains the shard.
         id: Number of the shard, unique within the rank's store.
-        offset: Position in the arena, in bytes.
+        offset: Position in the arena of host memory, in bytes: of the shard's bytes, or, where these lie on a GPU, of
+            the end of the header that says where.
         nbytes: Size in bytes.
         checksums: Checksum of each block (see `nccl_transfer.refs.checksums`). Default: empty; the rank computes
             none.
+        space: Memory that contains the shard. Default: HOST.
     """
 
     endpoint: Endpoint
@@ -43,6 +53,7 @@ class Shard:
     offset: int = field(hash=False)
     nbytes: int = field(hash=False)
     checksums: tuple[int, ...] = field(default=(), hash=False, repr=False)
+    space: Space = field(default=Space.HOST, hash=False)
 
 
 class ShardRun(NamedTuple):

@@ -15,7 +15,7 @@ from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.dtypes import ELEMENT_BYTES, TEXT
 from nccl_transfer.refs.plans import Relay
 from nccl_transfer.refs.remote_column import RemoteColumn
-from nccl_transfer.refs.shards import Endpoint, Shard
+from nccl_transfer.refs.shards import Endpoint, Shard, Space
 from nccl_transfer.refs.wire_ranks import endpoint_from_proto, endpoint_to_proto
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2 as pb
@@ -29,6 +29,11 @@ MAX_ROWS = 1 << 24
 """Maximum number of rows of a batch, and of the whole batch of a call, so that row numbers are below it."""
 MAX_RANK = 8
 """Maximum number of dimensions of a row."""
+
+SPACES: dict[Space, Any] = {Space.HOST: pb.SPACE_UNSPECIFIED, Space.DEVICE: pb.SPACE_DEVICE}
+"""Value of the enum rlhf.v1.Space by memory."""
+
+_SPACES = {value: space for space, value in SPACES.items()}
 
 DTYPES = {value: name for name, value in ELEMENT_TYPES.items()}
 """Name of the element type by value of the enum rlhf.v1.ElementType."""
@@ -66,6 +71,7 @@ def to_proto(batch: Batch, row_numbers: np.ndarray | None = None, relays: Sequen
             offset=shard.offset,
             nbytes=shard.nbytes,
             checksums=shard.checksums,
+            space=SPACES[shard.space],
         )
     for relay in relays:
         source, reader = (endpoints.setdefault(e, len(endpoints)) for e in (relay.source, relay.reader))
@@ -182,7 +188,12 @@ def _places(message: pb.Batch) -> tuple[list[Endpoint], list[Shard]]:
                 f"shard {shard.id} of {shard.nbytes} bytes has {len(checksums)} checksums, "
                 f"expected {num_blocks(shard.nbytes)}"
             )
-        shards.append(Shard(endpoints[shard.endpoint], shard.id, shard.offset, shard.nbytes, checksums))
+        if shard.space not in _SPACES:
+            raise InvalidRequest(f"shard {shard.id} lies in memory of unknown kind {shard.space}")
+        space = _SPACES[shard.space]
+        shards.append(
+            Shard(endpoints[shard.endpoint], shard.id, shard.offset, shard.nbytes, checksums, space)
+        )
     return endpoints, shards
 
 

@@ -6,7 +6,6 @@ the header before they read bytes and again after they have used them, so a read
 
 from __future__ import annotations
 
-import bisect
 import fcntl
 import functools
 import mmap
@@ -16,6 +15,7 @@ import struct
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Shard
@@ -29,6 +29,9 @@ COPIED_BYTES = 2 << 20
 
 NONCE_BYTES = 16
 _HEADER = struct.Struct(f"<{NONCE_BYTES}sQQQ")  # nonce, number, bytes, 1 where corrupt
+_PLACE = struct.Struct(
+    "<QQ"
+)  # follows in the header of a shard on a GPU: offset there, number of the event + 1
 CORRUPT = "shard {} is marked bad: bytes of it did not match their checksum"
 """Error message of reads of a corrupt shard, a format string with the id of the shard."""
 
@@ -45,46 +48,16 @@ def mib(nbytes: int) -> str:
     return f"{nbytes / (1 << 20):,.1f} MiB"
 
 
-class FreeList:
-    """First-fit allocator of a span of bytes. Prefers low offsets, so that warm pages are reused. Not thread-safe.
+class DevicePlace(NamedTuple):
+    """Place of a shard in the arena of a GPU.
 
-    Args:
-        nbytes: Size of the span in bytes.
+    Attributes:
+        offset: Position in that arena, in bytes.
+        event: Number of the event that is complete once the bytes are there; None while they are not yet enqueued.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._offsets = [0]
-        self._sizes = [nbytes]
-
-    def allocate(self, nbytes: int) -> int | None:
-        """Allocates `nbytes` bytes (at least 1) and returns their offset, or None if no gap is large enough."""
-        for index, size in enumerate(self._sizes):
-            if size >= nbytes:
-                offset = self._offsets[index]
-                if size == nbytes:
-                    del self._offsets[index], self._sizes[index]
-                else:
-                    self._offsets[index] += nbytes
-                    self._sizes[index] -= nbytes
-                return offset
-        return None
-
-    def free(self, offset: int, nbytes: int) -> None:
-        """Frees the `nbytes` bytes at `offset`, as allocated by `allocate`, and merges them with adjacent gaps."""
-        index = bisect.bisect(self._offsets, offset)
-        if index < len(self._offsets) and offset + nbytes == self._offsets[index]:
-            nbytes += self._sizes[index]
-            del self._offsets[index], self._sizes[index]
-        if index > 0 and self._offsets[index - 1] + self._sizes[index - 1] == offset:
-            self._sizes[index - 1] += nbytes
-        else:
-            self._offsets.insert(index, offset)
-            self._sizes.insert(index, nbytes)
-
-    @property
-    def largest(self) -> int:
-        """Size of the largest gap in bytes."""
-        return max(self._sizes, default=0)
+    offset: int
+    event: int | None
 
 
 class ArenaReader:
@@ -145,6 +118,12 @@ class ArenaReader:
             if found == _HEADER.pack(self.nonce, shard.id, shard.nbytes, True):
                 raise TransferError(f"{shard.endpoint}: {CORRUPT.format(shard.id)}")
             raise Refused(f"{shard.endpoint}: shard {shard.id} was released")
+
+    def device_place(self, shard: Shard) -> DevicePlace:
+        """Returns the place of a shard on its owner's GPU. The caller checks the header before and after its use."""
+        begin = shard.offset - ALIGNMENT + _HEADER.size
+        offset, event = _PLACE.unpack(self._memory[begin : begin + _PLACE.size])
+        return DevicePlace(offset, event - 1 if event else None)
 
     def views(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
         """Returns the bytes of each range as read-only views of the arena. Does not check the headers."""
@@ -214,6 +193,11 @@ class Arena:
     def write_header(self, offset: int, shard_id: int, nbytes: int, is_corrupt: bool = False) -> None:
         """Writes the header of shard `shard_id`, whose `nbytes` bytes of data begin at `offset`."""
         _HEADER.pack_into(self.memory, offset - ALIGNMENT, self.reader.nonce, shard_id, nbytes, is_corrupt)
+
+    def write_place(self, offset: int, place: DevicePlace) -> None:
+        """Adds the place on the GPU to the header of the shard whose header ends at `offset`."""
+        event = 0 if place.event is None else place.event + 1
+        _PLACE.pack_into(self.memory, offset - ALIGNMENT + _HEADER.size, place.offset, event)
 
     def close(self) -> None:
         """Closes the mapping and the descriptor. Views that readers returned stay valid."""

@@ -8,49 +8,24 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import numpy as np
-
-from nccl_transfer.refs.batch import Batch, Column
+from nccl_transfer.devices.tensors import DeviceTensors
 from nccl_transfer.refs.checksums import digests
-from nccl_transfer.refs.columns import Jagged, encode_texts
-from nccl_transfer.refs.dtypes import TEXT
 from nccl_transfer.refs.ranges import ByteRange
-from nccl_transfer.refs.remote_column import RemoteColumn
-from nccl_transfer.refs.shards import Endpoint, Shard
-from nccl_transfer.store.arena import ALIGNMENT, CORRUPT, Arena, ArenaReader, FreeList, align, mib
-from rlhf.errors import InvalidRequest, OutOfSpace, Refused, TransferError
+from nccl_transfer.refs.shards import Endpoint, Shard, Space
+from nccl_transfer.store.arena import ALIGNMENT, CORRUPT, Arena, ArenaReader, DevicePlace, align, mib
+from nccl_transfer.store.columns import ColumnStore
+from nccl_transfer.store.device_arena import DeviceArena
+from nccl_transfer.store.device_shards import DeviceShards
+from nccl_transfer.store.free_list import FreeList
+from nccl_transfer.store.leases import Lease
+from nccl_transfer.store.stat import StoreStat
+from rlhf.errors import OutOfSpace, Refused, TransferError
 
 T = TypeVar("T")
 
 REMEMBERED_SESSIONS = 64
 """Maximum number of ended sessions that the store remembers; it exceeds the number that can still have running
 calls."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """Lifetime of a shard: a step of a controller's session. The shard is freed when the step or the session is
-    released."""
-
-    session: str
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStat:
-    """Memory use of a store.
-
-    Attributes:
-        arena_bytes: Size of the arena.
-        used_bytes: Bytes of all shards, their headers and padding included.
-        peak_bytes: Maximum of `used_bytes` since the store was created.
-        shards: Number of shards.
-    """
-
-    arena_bytes: int
-    used_bytes: int
-    peak_bytes: int
-    shards: int
 
 
 @dataclass(slots=True)
@@ -60,30 +35,41 @@ class _Allocation:
     writing: bool = True
     released: bool = False
     is_corrupt: bool = False
+    free_device: Callable[[int], None] | None = None
 
     @property
     def block(self) -> tuple[int, int]:
-        """(offset, nbytes) in the arena of the header, the shard and its padding."""
-        return self.shard.offset - ALIGNMENT, ALIGNMENT + align(self.shard.nbytes)
+        """(offset, nbytes) in the arena of the header, and of the shard and its padding unless it is on a GPU."""
+        nbytes = self.shard.nbytes if self.shard.space is Space.HOST else 0
+        return self.shard.offset - ALIGNMENT, ALIGNMENT + align(nbytes)
 
 
-class TensorStore:
-    """The shards of one rank, in one arena. Thread-safe.
+class TensorStore(ColumnStore):
+    """The shards of one rank, in one arena of host memory and perhaps one on its GPU. Thread-safe.
 
     Args:
         arena_bytes: Size of the arena in bytes, rounded up to whole pages (config key `arena_mb`).
         checksums: Whether to compute checksums of shards (config key `checksums`). Default: False.
+        device: Arena on the rank's GPU and what makes tensors of its bytes. Default: none; all shards are in host
+            memory.
 
     Attributes:
         endpoint: Endpoint of this rank, which every shard contains; None until the service sets it, which must
             precede the first shard.
+        device: The shards on the GPU; None where there is no arena.
 
     Raises:
         OutOfSpace: The host has less than `arena_bytes` bytes of memory available.
     """
 
-    def __init__(self, arena_bytes: int, checksums: bool = False) -> None:
+    def __init__(
+        self,
+        arena_bytes: int,
+        checksums: bool = False,
+        device: tuple[DeviceArena, DeviceTensors] | None = None,
+    ) -> None:
         self.endpoint: Endpoint | None = None
+        self.device = DeviceShards(*device, self) if device is not None else None
         self._checksums = checksums
         self._arena = Arena(arena_bytes)
         self._free = FreeList(self._arena.nbytes)
@@ -97,23 +83,6 @@ class TensorStore:
     def reader(self) -> ArenaReader:
         """Reader of the arena in this process."""
         return self._arena.reader
-
-    def put(self, array: np.ndarray, lease: Lease) -> Shard:
-        """Copies an array into a new shard, row-major and little-endian. The array need not be contiguous.
-
-        Raises:
-            OutOfSpace: No gap of the arena is large enough; the store is unchanged.
-            Refused: The lease was released during the copy, or its session has ended.
-            InvalidRequest: The dtype is not boolean, integer or floating point.
-        """
-        if array.dtype.kind not in "biuf":
-            raise InvalidRequest(f"arrays of {array.dtype} cannot be stored; only numbers can")
-        little_endian = array.dtype.newbyteorder("<")
-
-        def write(memory: memoryview) -> None:
-            np.copyto(np.frombuffer(memory, little_endian).reshape(array.shape), array)
-
-        return self.fill(array.nbytes, lease, write)
 
     def fill(
         self, nbytes: int, lease: Lease, write: Callable[[memoryview], None], *, checksums: bool = False
@@ -143,34 +112,6 @@ class TensorStore:
                 self._reclaim(allocation)
                 raise Refused(f"{lease} was released while a shard of it was written")
         return shard
-
-    def put_column(self, values: np.ndarray | Jagged[np.ndarray], dtype: str, lease: Lease) -> RemoteColumn:
-        """Copies a column into a shard and returns the column by reference. Raises as `put` does.
-
-        Args:
-            values: Array [rows, ...] or jagged array, in the carrier of `dtype`
-                (`nccl_transfer.refs.dtypes.CARRIERS`).
-            dtype: Name of the element type.
-            lease: Lease of the shard.
-        """
-        if isinstance(values, Jagged):
-            shard = self.put(values.values, lease)
-            return RemoteColumn.of_shard(dtype, values.values.shape[1:], values.lengths, shard)
-        return RemoteColumn.of_shard(dtype, values.shape[1:], len(values), self.put(values, lease))
-
-    def put_batch(self, batch: Batch, lease: Lease) -> Batch:
-        """Copies the local columns of a batch into shards; returns the batch by reference, remote columns as they were.
-        Raises as `put` does; columns copied before the error stay until their lease is released."""
-        columns: dict[str, Column] = {}
-        for name, column in batch.columns.items():
-            if isinstance(column, RemoteColumn):
-                columns[name] = column
-            elif isinstance(column.values, list):
-                columns[name] = self.put_column(encode_texts(column.values), TEXT, lease)
-            else:
-                array = column.values.values if isinstance(column.values, Jagged) else column.values
-                columns[name] = self.put_column(column.values, str(array.dtype), lease)
-        return Batch(batch.rows, columns)
 
     def read_bytes(self, shard_id: int, start: int, nbytes: int) -> bytes:
         """Returns a copy of `nbytes` bytes of a shard from byte `start` on. Copies without a lock and checks
@@ -249,9 +190,36 @@ class TensorStore:
                 del self._ended[next(iter(self._ended))]
         self.release(session)
 
+    def add_device_shard(self, nbytes: int, lease: Lease, free: Callable[[int], None]) -> Shard:
+        """Creates the header of a shard of `nbytes` bytes on the GPU. `free` is called with its number when the shard
+        is released. Raises as `fill` does."""
+        allocation = self._allocate(nbytes, lease, Space.DEVICE)
+        with self._lock:
+            allocation.writing = False
+            if allocation.released:
+                self._reclaim(allocation)
+                raise Refused(f"{lease} was released while a shard of it was made")
+            allocation.free_device = free
+        return allocation.shard
+
+    def set_place(self, shard: Shard, place: DevicePlace) -> None:
+        """Writes the place on the GPU into the header of a shard, unless the shard was released."""
+        with self._lock:
+            if shard.id in self._allocations:
+                self._arena.write_place(shard.offset, place)
+
     def stat(self) -> StoreStat:
         with self._lock:
-            return StoreStat(self._arena.nbytes, self._used, self._peak, len(self._allocations))
+            stat = StoreStat(self._arena.nbytes, self._used, self._peak, len(self._allocations))
+        if self.device is None:
+            return stat
+        return replace(
+            stat,
+            device_arena_bytes=self.device.arena.nbytes,
+            device_used_bytes=self.device.arena.use()[0],
+            spilled_bytes=self.device.spilled_bytes,
+            host_copied_bytes=self.device.host_copied_bytes,
+        )
 
     def close(self) -> None:
         """Releases all shards and closes the arena. The kernel frees its memory with the last mapping of any
@@ -260,10 +228,12 @@ class TensorStore:
             for allocation in list(self._allocations.values()):
                 self._release(allocation)
             self._arena.close()
+        if self.device is not None:
+            self.device.arena.close()
 
-    def _allocate(self, nbytes: int, lease: Lease) -> _Allocation:
+    def _allocate(self, nbytes: int, lease: Lease, space: Space = Space.HOST) -> _Allocation:
         assert self.endpoint is not None, "the store's endpoint must be set before anything is put into it"
-        size = ALIGNMENT + align(nbytes)
+        size = ALIGNMENT + (align(nbytes) if space is Space.HOST else 0)
         with self._lock:
             if lease.session in self._ended:
                 raise Refused(
@@ -275,7 +245,7 @@ class TensorStore:
                     f"{self.endpoint}: {mib(nbytes)} do not fit into the arena of {mib(self._arena.nbytes)}, of which "
                     f"{mib(self._used)} are in use and {mib(self._free.largest)} are free in one piece: raise arena_mb"
                 )
-            shard = Shard(self.endpoint, next(self._ids), offset + ALIGNMENT, nbytes)
+            shard = Shard(self.endpoint, next(self._ids), offset + ALIGNMENT, nbytes, space=space)
             self._arena.write_header(shard.offset, shard.id, nbytes)
             allocation = self._allocations[shard.id] = _Allocation(shard, lease)
             self._used += size
@@ -288,6 +258,8 @@ class TensorStore:
         del self._allocations[allocation.shard.id]
         self._arena.clear_header(allocation.shard.offset)
         allocation.released = True
+        if allocation.free_device is not None:
+            allocation.free_device(allocation.shard.id)
         if not allocation.writing:
             self._reclaim(allocation)
 
@@ -307,4 +279,7 @@ class TensorStore:
             return allocation.shard
 
     def _memory(self, shard: Shard) -> memoryview:
+        """Returns the bytes of a shard. Raises Refused if they are on a GPU."""
+        if shard.space is not Space.HOST:
+            raise Refused(f"shard {shard.id} is on a GPU; TransferService.Spill copies it to the host")
         return self._arena.memory[shard.offset : shard.offset + shard.nbytes]

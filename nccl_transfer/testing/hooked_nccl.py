@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from nccl_transfer.devices.cuda import Event
 from nccl_transfer.transports.gpu.communicator import Communicator, Message, Nccl
-from nccl_transfer.transports.gpu.device import Event
 
 
 class HookedNccl(Nccl):

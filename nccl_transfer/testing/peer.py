@@ -25,6 +25,7 @@ from nccl_transfer.refs.wire import to_proto
 from nccl_transfer.refs.wire_ranks import endpoint_to_proto
 from nccl_transfer.registry import find_transport, unavailable
 from nccl_transfer.sources import Sources
+from nccl_transfer.spill import spill_response
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import TRANSFER, add_handlers
 from nccl_transfer.transfer_service import mark_corrupt_response, stat_response
@@ -35,6 +36,7 @@ from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import RlhfError
 
 SESSION = "session"
+SPILL_S = 20.0
 
 LAYOUTS = {
     "as it is": lambda array: array,
@@ -85,9 +87,13 @@ class Peer:
         """Returns the handlers of all RPCs, by path."""
         return {
             **self.sources.handlers(),
+            TRANSFER["Spill"].path: self._spill,
             TRANSFER["Stat"].path: self._stat,
             TRANSFER["MarkCorrupt"].path: self._mark_corrupt,
         }
+
+    async def _spill(self, request: Any, context: Any) -> Any:
+        return await spill_response(self.store, request, context.time_remaining() or SPILL_S)
 
     async def _stat(self, request: Any, context: Any) -> Any:
         return stat_response(self.store, {}, unavailable())

@@ -25,6 +25,8 @@ from multiprocessing.process import BaseProcess
 
 import numpy as np
 
+from nccl_transfer.devices.cuda import Cuda
+from nccl_transfer.devices.cupy_cuda import cupy, own_cuda
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.wire import from_proto, to_proto
@@ -32,7 +34,6 @@ from nccl_transfer.testing.hooked_nccl import HookedNccl
 from nccl_transfer.testing.two_gpu_source import EPOCH, Devices, expected, names, serve
 from nccl_transfer.transports import host_id
 from nccl_transfer.transports.gpu.communicator import Nccl, own_nccl, why_no_nccl
-from nccl_transfer.transports.gpu.device import Cuda, cupy, own_cuda
 from nccl_transfer.transports.gpu.nccl import NcclTransport
 from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost
 from rlhf.v1 import common_pb2

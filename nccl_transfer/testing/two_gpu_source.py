@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.dtypes import CARRIERS, ITEM_BYTES
 from nccl_transfer.refs.shards import Endpoint
@@ -18,7 +19,6 @@ from nccl_transfer.sources import Sources
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_handlers
 from nccl_transfer.transports.gpu.communicator import Nccl
-from nccl_transfer.transports.gpu.device import Cuda
 from nccl_transfer.transports.gpu.nccl import NcclTransport
 from rlhf.channels import listen, open_server
 from rlhf.contract import CHANNEL_OPTIONS

@@ -6,23 +6,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from nccl_transfer.refs.ranges import ByteRange
-from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.refs.shards import Endpoint, Space
 from nccl_transfer.store.store import TensorStore
 
 Handler = Callable[[Any, Any], Any]
 """Handler of an RPC: a function of the request and its gRPC context that returns an awaitable of the response, or an
 asynchronous iterator of responses."""
-
-
-class Space(StrEnum):
-    """Memory in which rows lie."""
-
-    HOST = "host"
-    DEVICE = "device"
 
 
 class Route(NamedTuple):
@@ -34,6 +26,7 @@ class Route(NamedTuple):
 
 HOST_TO_HOST = Route(Space.HOST, Space.HOST)
 HOST_TO_DEVICE = Route(Space.HOST, Space.DEVICE)
+DEVICE_TO_DEVICE = Route(Space.DEVICE, Space.DEVICE)
 
 
 def _copied() -> None:
@@ -89,7 +82,7 @@ class Traffic:
 
 
 class DeviceMemory(Protocol):
-    """Memory of a GPU that a reader has allocated.
+    """Memory of this process's GPU.
 
     Attributes:
         pointer: Address in device memory.
@@ -127,14 +120,17 @@ class Source(ABC):
 
 
 class Reader(ABC):
-    """A transport's half in the process that reads: reads byte ranges of shards of other ranks into host memory.
-    Thread-safe; connections are kept between reads.
+    """A transport's half in the process that reads: reads byte ranges of shards of other ranks. Thread-safe;
+    connections are kept between reads.
 
     Attributes:
         name: Name of the transport.
+        routes: Ways of rows that it covers; `create_readers` sets those of its transport. Default: from host memory to
+            host memory.
     """
 
     name: ClassVar[str]
+    routes: frozenset[Route] = frozenset({HOST_TO_HOST})
 
     @abstractmethod
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
@@ -167,11 +163,24 @@ class Reader(ABC):
             TransferError: A shard was marked corrupt, or the bytes are not those that were asked for.
         """
 
-    def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceMemory:
-        """Reads into memory of this process's GPU instead of host memory; of transports with a route there.
+    def receive(
+        self,
+        source: Endpoint,
+        ranges: Sequence[ByteRange],
+        memory: DeviceMemory,
+        offsets: Sequence[int],
+        deadline: float,
+    ) -> None:
+        """Reads into memory of this process's GPU instead of host memory; of transports with a route there. Blocks
+        until the bytes are there.
 
-        Returns:
-            Memory that contains each range at its offset in `common.layout` of the sizes of the ranges.
+        Args:
+            source: Endpoint of the rank that holds the shards.
+            ranges: The bytes to read.
+            memory: Memory to write to, in the order of the private stream of the GPU. Where this raises, it frees the
+                memory, once nothing writes there any more.
+            offsets: Offset in `memory` of each range.
+            deadline: Time at which the read fails, on the clock of `time.monotonic`, in seconds.
 
         Raises:
             OutOfSpace: A GPU has too little free memory. Other errors as raised by `read`.
@@ -199,11 +208,14 @@ class Transport(ABC):
         is_secure: Whether no other host's process can read or change rows on their way where this process has
             certificates (`rlhf.security`): they stay on the host, or are encrypted with these. Default: False; with
             certificates the transport is then used, on either side, only where the configuration names it.
+        needs_gpu: Whether it is of use only in a process that computes on a GPU. Others do not touch CUDA for it, whose
+            context would take memory of a GPU. Default: False.
     """
 
     name: ClassVar[str]
     routes: ClassVar[frozenset[Route]] = frozenset({HOST_TO_HOST})
     is_secure: ClassVar[bool] = False
+    needs_gpu: ClassVar[bool] = False
 
     def unavailable(self) -> str | None:
         """Returns the reason why this process cannot use the transport at all, or None if it can. Default: None."""

@@ -107,10 +107,15 @@ class MemfdReader(Reader):
             raise ValueError(f"{advert!r} is no name that a rank gives a socket")
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
+        return read_in_place(self.arena(source, deadline), ranges)
+
+    def arena(self, source: Endpoint, deadline: float) -> ArenaReader:
+        """Returns a reader of a rank's arena, mapped at the first call. Raises DeadlineExceeded, ServiceLost and
+        Refused as `read` does."""
         connection = self._connection(source, deadline)
         if source.epoch not in (0, connection.epoch):
             raise Refused(f"{source}: its epoch is {connection.epoch}, the rows are of epoch {source.epoch}")
-        return read_in_place(connection.reader, ranges)
+        return connection.reader
 
     def forget(self, source: Endpoint) -> None:
         forgotten = source.adverts.get(self.name)

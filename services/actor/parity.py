@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
@@ -30,12 +31,10 @@ def rollout_parity(rollout_log_probs: Tensor, log_probs: Tensor) -> actor_pb2.Ro
         )
     rollout, training = rollout_log_probs.double(), log_probs.double().to(rollout_log_probs.device)
     differences = (training - rollout).abs()
-    return actor_pb2.RolloutParity(
-        tokens=len(differences),
-        max_abs=float(differences.max()) if len(differences) else 0.0,
-        sum_abs=float(differences.sum()),
-        sum_kl=float(kl_penalty(rollout, training, "k3").sum()),
-    )
+    largest = differences.max() if len(differences) else differences.sum()
+    measured = torch.stack((largest, differences.sum(), kl_penalty(rollout, training, "k3").sum()))
+    max_abs, sum_abs, sum_kl = measured.tolist()
+    return actor_pb2.RolloutParity(tokens=len(differences), max_abs=max_abs, sum_abs=sum_abs, sum_kl=sum_kl)
 
 
 def drifting_rows(rollout: Jagged[Tensor], log_probs: Jagged[Tensor], limit: float) -> np.ndarray:

@@ -19,7 +19,7 @@ from services.compute.microbatch import MicroBatch
 from services.engines.base import LossFn
 from services.generation.generator import ID_DTYPE, SequenceGenerator
 from services.models.families import load_causal_lm
-from services.roles.columns import jagged_column, jagged_ids, sequence_columns, token_column
+from services.roles.columns import jagged_column, jagged_ids, on_device, sequence_columns, token_column
 from services.roles.log_probs import policy_head
 from services.roles.loss_options import PolicyLossOptions, read_knobs
 from services.roles.micro_batching import per_token
@@ -45,6 +45,7 @@ class ActorWorker(ModelWorker):
 
     role = "actor"
     also_serves = ("rollout",)
+    on_device = frozenset(("log_probs", "ref_log_probs", "rollout_log_probs", "advantages"))
 
     def __init__(self, table: ActorTable, ranks: Ranks) -> None:
         super().__init__(table, ranks, load_causal_lm, table.optimizer)
@@ -94,7 +95,7 @@ class ActorWorker(ModelWorker):
         total = float(entropy.values.double().sum())
         fields = {}
         if "rollout_log_probs" in rows and self.engine.sees_outputs:
-            rollout = jagged_column(rows, "rollout_log_probs")
+            (rollout,) = on_device([jagged_column(rows, "rollout_log_probs")], self.torch_device)
             fields["parity"] = parity = rollout_parity(rollout.values, log_probs.values)
             far = drifting_rows(rollout, log_probs, request.max_drift)
             if len(far):
@@ -112,7 +113,9 @@ class ActorWorker(ModelWorker):
             sequences = self._texts.pretraining_sequences(rows.texts("text"), call)
         computed = self.forward(sequences, PolicyHead(), call)
         log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)
-        totals = [float(-row.double().sum()) for row in log_probs.values.split(log_probs.lengths.tolist())]
+        # One number per row, which is for the host: all are summed there after one copy.
+        values = log_probs.values.double().cpu()
+        totals = [float(-row.sum()) for row in values.split(log_probs.lengths.tolist())]
         means = [
             total / max(length, 1) for total, length in zip(totals, log_probs.lengths.tolist(), strict=True)
         ]
@@ -129,10 +132,12 @@ class ActorWorker(ModelWorker):
         require(request, "loss", "schedule")
         options = read_knobs(PolicyLossOptions, request.loss, self.losses)
         surrogate = surrogate_of(options)
-        old_log_probs, advantages = jagged_column(rows, "log_probs"), token_column(rows, "advantages")
-        reference, rollout = (
-            jagged_column(rows, name) if name in rows else None
-            for name in ("ref_log_probs", "rollout_log_probs")
+        given = [name for name in ("ref_log_probs", "rollout_log_probs") if name in rows]
+        columns = [jagged_column(rows, "log_probs"), token_column(rows, "advantages")]
+        columns += [jagged_column(rows, name) for name in given]
+        old_log_probs, advantages, *others = columns = on_device(columns, self.torch_device)
+        reference, rollout = map(
+            dict(zip(given, others, strict=True)).get, ("ref_log_probs", "rollout_log_probs")
         )
         if options.kl_loss_coefficient and reference is None:
             raise InvalidRequest("loss.kl_loss_coefficient needs column 'ref_log_probs'")
@@ -158,7 +163,6 @@ class ActorWorker(ModelWorker):
             return loss
 
         head = policy_head(request.temperature, entropy_gradient=options.entropy_coefficient != 0)
-        columns = [c for c in (old_log_probs, advantages, reference, rollout) if c is not None]
         term = self._pretraining(rows, options.pretrain_coefficient, call)
         return self.update(rows, request.schedule, call, head, loss_for, *columns, term=term)
 

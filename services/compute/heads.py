@@ -52,12 +52,12 @@ class PolicyHead:
 
     def __call__(self, raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> PolicyOutput:
         logits = raw if isinstance(raw, DeferredLogits) else DeferredLogits(raw)
-        mask_BR = micro_batch.response_mask_BR
-        hidden_NH = micro_batch.read(logits.hidden_BKH, micro_batch.predicting_BR[mask_BR])
+        predicting_N = micro_batch.collect(micro_batch.predicting_BR)
+        hidden_NH = micro_batch.read(logits.hidden_BKH, predicting_N)
         log_probs_N, entropy_N = logits.layer.scores(hidden_NH, micro_batch.response_ids_N, self.temperature)
         if not self.entropy_gradient:
             entropy_N = entropy_N.detach()
-        return PolicyOutput(_grid(log_probs_N, mask_BR), _grid(entropy_N, mask_BR))
+        return PolicyOutput(micro_batch.grid(log_probs_N), micro_batch.grid(entropy_N))
 
 
 def value_head(values_BK: Tensor, micro_batch: MicroBatch) -> Tensor:
@@ -77,8 +77,3 @@ def zero_loss(output: Any) -> Tensor:
     failed: its backward pass still takes part in collectives."""
     tensors = [output] if isinstance(output, Tensor) else list(vars(output).values())
     return torch.stack([x.sum() for x in tensors if x.requires_grad]).sum() * 0
-
-
-def _grid(x_N: Tensor, mask_BR: Tensor) -> Tensor:
-    """Converts the concatenated values of all response tokens to a grid [B, R] with 0 in the padding."""
-    return x_N.new_zeros(mask_BR.shape).masked_scatter(mask_BR, x_N)

@@ -13,7 +13,7 @@ from nccl_transfer.refs.columns import Jagged
 
 def take(column: Jagged[Tensor], rows: np.ndarray) -> Tensor:
     """Returns the values of the given rows of a column, concatenated in the order of `rows`."""
-    return column.values[_positions(column.lengths, rows).to(column.values.device)]
+    return column.values[positions(column.lengths, rows).to(column.values.device)]
 
 
 def assemble(parts: Sequence[np.ndarray], values: Sequence[Tensor], lengths: np.ndarray) -> Jagged[Tensor]:
@@ -27,7 +27,7 @@ def assemble(parts: Sequence[np.ndarray], values: Sequence[Tensor], lengths: np.
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(lengths))), "each row is in one part"
     whole = torch.empty_like(torch.cat(list(values)))
     for rows, part in zip(parts, values, strict=True):
-        whole[_positions(lengths, rows).to(whole.device)] = part
+        whole[positions(lengths, rows).to(whole.device)] = part
     return Jagged(whole, lengths)
 
 
@@ -41,7 +41,7 @@ def first_equal_rows(column: Jagged[Tensor], rows: np.ndarray) -> np.ndarray:
     return np.array([firsts.setdefault(key, index) for index, key in enumerate(keys)], dtype=np.int64)
 
 
-def _positions(lengths: np.ndarray, rows: np.ndarray) -> Tensor:
+def positions(lengths: np.ndarray, rows: np.ndarray) -> Tensor:
     """Returns the indices of the values of `rows` within the values of a jagged column, row after row, int64."""
     counts = lengths[rows]
     starts = (np.cumsum(lengths) - lengths)[rows]

@@ -11,6 +11,7 @@ is that of the state in which the token was chosen.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
-from services.compute.jagged_rows import first_equal_rows, take
+from services.compute.copies import copy_together
+from services.compute.jagged_rows import first_equal_rows, positions, take
 from services.compute.packing import Packing, Places
 
 
@@ -30,12 +32,16 @@ class MicroBatch:
     Args:
         rows: index of each sequence's row among this rank's rows, [B] int64.
         response_lengths: response tokens of each sequence, [B] int64.
+        column_lengths: response tokens of every row of this rank, [rows] int64.
         input_ids_BT: token ids of prompts and responses, padded on the right. If packed, [1, T], without the last
             token of each response.
         response_ids_N: token ids of all responses, concatenated in the order of `rows`.
         predicting_BR: flat index of the model output that predicts each response token; any valid index in the
             padding.
         response_mask_BR: True on response tokens. R is at least 1, even if all responses are empty.
+        cells_N: flat index in [B, R] of each response token, in the order of `response_ids_N`.
+        tokens_N: index of each response token in a column with one value for each response token of every row of this
+            rank, in the same order.
         num_scored: number of last columns of the model output that contain all outputs that predict response tokens.
         packing: layout of the packed sequences; None for a padded micro-batch.
         read_N: sorted positions of the packed row that predict a response token. The last layer computes outputs for
@@ -44,10 +50,13 @@ class MicroBatch:
 
     rows: np.ndarray
     response_lengths: np.ndarray
+    column_lengths: np.ndarray
     input_ids_BT: Tensor
     response_ids_N: Tensor
     predicting_BR: Tensor
     response_mask_BR: Tensor
+    cells_N: Tensor
+    tokens_N: Tensor
     num_scored: int
     packing: Packing | None = None
     read_N: Tensor | None = None
@@ -59,16 +68,22 @@ class MicroBatch:
         return not len(self.rows)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Returns the micro-batch with its tensors on a device."""
-        return replace(
-            self,
-            input_ids_BT=self.input_ids_BT.to(device),
-            response_ids_N=self.response_ids_N.to(device),
-            predicting_BR=self.predicting_BR.to(device),
-            response_mask_BR=self.response_mask_BR.to(device),
-            packing=self.packing.to(device) if self.packing else None,
-            read_N=self.read_N.to(device) if self.read_N is not None else None,
-        )
+        """Returns the micro-batch with its tensors on a device, as `to_device`."""
+        return to_device([self], device)[0]
+
+    def tensors(self) -> list[Tensor]:
+        """Returns all tensors of the micro-batch."""
+        own = [getattr(self, name) for name in _TENSORS]
+        optional = [] if self.read_N is None else [self.read_N]
+        return [*own, *optional, *(self.packing.tensors() if self.packing else ())]
+
+    def with_tensors(self, tensors: Iterator[Tensor]) -> MicroBatch:
+        """Returns the micro-batch with the next of the given tensors in place of its own, in the order of
+        `tensors`."""
+        own = {name: next(tensors) for name in _TENSORS}
+        read_N = None if self.read_N is None else next(tensors)
+        packing = self.packing.with_tensors(tensors) if self.packing else None
+        return replace(self, **own, read_N=read_N, packing=packing)
 
     def arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of the model besides the token ids; none for a padded micro-batch."""
@@ -92,24 +107,39 @@ class MicroBatch:
         """Returns the values of this micro-batch's rows as a grid [B, R], 0 in the padding.
 
         Args:
-            column: column of all rows of this rank, with one value per response token.
+            column: column of all rows of this rank, with one value per response token, on the micro-batch's device.
 
         Raises:
             ValueError: a row of the column has not as many values as its response has tokens.
         """
-        differs = np.flatnonzero(column.lengths[self.rows] != self.response_lengths)
+        differs = np.flatnonzero(column.lengths != self.column_lengths)
         if len(differs):
-            row, tokens = self.rows[differs[0]], self.response_lengths[differs[0]]
-            raise ValueError(f"row {row} has {column.lengths[row]} values for {tokens} response tokens")
-        mask_BR = self.response_mask_BR
-        x_BR = torch.zeros(mask_BR.shape, dtype=column.values.dtype, device=mask_BR.device)
-        x_BR[mask_BR] = take(column, self.rows).to(mask_BR.device)
-        return x_BR
+            row = differs[0]
+            raise ValueError(
+                f"row {row} has {column.lengths[row]} values for {self.column_lengths[row]} response tokens"
+            )
+        return self.grid(column.values.index_select(0, self.tokens_N))
+
+    def grid(self, x_N: Tensor) -> Tensor:
+        """Returns one value per response token, in the order of `response_ids_N`, as a grid [B, R], 0 in the padding.
+        Unlike with a mask, neither this nor its gradient makes the host wait for a GPU."""
+        grid_BR, num_columns = x_N.new_zeros(self.response_mask_BR.shape), self.response_mask_BR.shape[1]
+        return grid_BR.index_put((self.cells_N // num_columns, self.cells_N % num_columns), x_N)
 
     def collect(self, x_BR: Tensor) -> Tensor:
         """Returns the values of a grid [B, R] at all response tokens, concatenated in the order of `rows`; the
         inverse of `spread`."""
-        return x_BR[self.response_mask_BR]
+        return x_BR.flatten().index_select(0, self.cells_N)
+
+
+_TENSORS = ("input_ids_BT", "response_ids_N", "predicting_BR", "response_mask_BR", "cells_N", "tokens_N")
+"""Names of the tensors that every micro-batch has."""
+
+
+def to_device(micro_batches: Sequence[MicroBatch], device: torch.device) -> list[MicroBatch]:
+    """Returns micro-batches with their tensors on a device, to which those in host memory go in one copy."""
+    copied = iter(copy_together([x for each in micro_batches for x in each.tensors()], device))
+    return [each.with_tensors(copied) for each in micro_batches]
 
 
 def dummy_micro_batch() -> MicroBatch:
@@ -118,10 +148,13 @@ def dummy_micro_batch() -> MicroBatch:
     return MicroBatch(
         rows=np.empty(0, dtype=np.int64),
         response_lengths=np.zeros(1, dtype=np.int64),
+        column_lengths=np.empty(0, dtype=np.int64),
         input_ids_BT=torch.zeros((1, 1), dtype=torch.int64),
         response_ids_N=torch.zeros(0, dtype=torch.int64),
         predicting_BR=torch.zeros((1, 1), dtype=torch.int64),
         response_mask_BR=torch.zeros((1, 1), dtype=torch.bool),
+        cells_N=torch.zeros(0, dtype=torch.int64),
+        tokens_N=torch.zeros(0, dtype=torch.int64),
         num_scored=1,
     )
 
@@ -157,10 +190,13 @@ def pad(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray, pa
     return MicroBatch(
         rows=rows,
         response_lengths=responses.lengths[rows],
+        column_lengths=responses.lengths,
         input_ids_BT=input_ids_BT,
         response_ids_N=response_ids_N,
         predicting_BR=predicting_BR + num_positions * torch.arange(len(rows), device=device)[:, None],
         response_mask_BR=token_R < response_lengths_B1,
+        cells_N=_cells(responses.lengths[rows], num_responses).to(device),
+        tokens_N=positions(responses.lengths, rows).to(device),
         num_scored=num_positions - int(prompts.lengths[rows].min()) + 1,
     )
 
@@ -182,7 +218,8 @@ def pack(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray) -
     read_lengths = np.maximum(response_lengths - 1, 0)
     owners = first_equal_rows(prompts, rows)
     places = Places.of(prompt_lengths + read_lengths, owners, prompt_lengths)
-    packing = Packing.of(places).to(device)
+    packing = Packing.of(places)
+    packing = packing.with_tensors(iter(copy_together(packing.tensors(), device)))
     is_owner = owners == np.arange(len(rows))
     parts = np.stack((np.where(is_owner, prompt_lengths, 0), read_lengths), axis=1)
     is_prompt_T = torch.from_numpy(np.repeat(np.tile([True, False], len(rows)), parts.flatten())).to(device)
@@ -202,10 +239,13 @@ def pack(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray) -
     return MicroBatch(
         rows=rows,
         response_lengths=response_lengths,
+        column_lengths=responses.lengths,
         input_ids_BT=input_ids_T[None],
         response_ids_N=response_ids_N,
         predicting_BR=torch.from_numpy(output_BR).to(device),
         response_mask_BR=torch.from_numpy(mask_BR).to(device),
+        cells_N=_cells(response_lengths, mask_BR.shape[1]).to(device),
+        tokens_N=positions(responses.lengths, rows).to(device),
         num_scored=len(read_N),
         packing=packing,
         read_N=torch.from_numpy(read_N).to(device),
@@ -216,3 +256,9 @@ def _check_prompts(prompts: Jagged[Tensor], rows: np.ndarray) -> None:
     """Raises ValueError if one of the given rows has an empty prompt."""
     if not prompts.lengths[rows].all():
         raise ValueError(f"row {rows[prompts.lengths[rows].argmin()]} has an empty prompt")
+
+
+def _cells(lengths: np.ndarray, num_columns: int) -> Tensor:
+    """Returns the flat indices in a grid [B, num_columns] of the first `lengths` cells of each row, row after row,
+    int64."""
+    return torch.from_numpy(np.flatnonzero(np.arange(num_columns) < lengths[:, None]))

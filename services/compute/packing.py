@@ -2,7 +2,8 @@
 
 transformers would attend over the whole row with a mask [T, T]. Here sequences are unpacked to padded grids for
 attention alone, sequences of similar length together: tokens of different sequences are never compared, no mask is
-made, and fused causal kernels compute the rest.
+made, and fused causal kernels compute the rest. A GPU that has a kernel for sequences of any length does without
+unpacking.
 
 Sequences may share a prefix, as the samples of one prompt do. The prefix lies in the row once: layers compute it once,
 attention reads it for each of the sequences, and its gradient is the sum over them.
@@ -22,6 +23,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from services.compute.varlen import Spans, attend_spans, fix_order_of_gradient, has_kernel
 
 ATTENTION = "sdpa_by_sequence"
 """Name under which the attention of this module is registered with transformers: its "sdpa", extended to packed
@@ -114,10 +117,12 @@ class Packing:
     Args:
         position_ids_1T: position of each token in its sequence.
         groups: groups of consecutive sequences, in order, which are computed together in attention.
+        spans: all sequences, for a kernel that computes attention without unpacking the row.
     """
 
     position_ids_1T: Tensor
     groups: tuple[SequenceGroup, ...]
+    spans: Spans
 
     @classmethod
     def of(cls, places: Places) -> Packing:
@@ -125,12 +130,23 @@ class Packing:
         own = places.lengths - places.common
         positions = np.arange(own.sum()) - np.repeat(places.starts - places.common, own)
         groups = tuple(_group(places, run) for run in _runs_of_like_length(places.lengths))
-        return cls(torch.from_numpy(positions)[None], groups)
+        sequences = np.repeat(np.arange(len(places.lengths)), places.lengths)
+        tokens = np.arange(len(sequences)) - np.repeat(
+            np.cumsum(places.lengths) - places.lengths, places.lengths
+        )
+        spans = Spans.of(places.lengths, places.common, places.cells(sequences, tokens))
+        return cls(torch.from_numpy(positions)[None], groups, spans)
 
-    def to(self, device: torch.device) -> Packing:
-        """Returns the layout with its tensors on a device."""
-        groups = (SequenceGroup(each.positions_ST.to(device), each.own_N.to(device)) for each in self.groups)
-        return Packing(self.position_ids_1T.to(device), tuple(groups))
+    def tensors(self) -> list[Tensor]:
+        """Returns all tensors of the layout."""
+        of_groups = [x for group in self.groups for x in (group.positions_ST, group.own_N)]
+        return [self.position_ids_1T, *of_groups, *self.spans.tensors()]
+
+    def with_tensors(self, tensors: Iterator[Tensor]) -> Packing:
+        """Returns the layout with the next of the given tensors in place of its own, in the order of `tensors`."""
+        position_ids_1T = next(tensors)
+        groups = tuple(SequenceGroup(next(tensors), next(tensors)) for _ in self.groups)
+        return Packing(position_ids_1T, groups, self.spans.with_tensors(tensors))
 
     def arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments, besides the token ids, of a model whose attention is `ATTENTION`."""
@@ -139,7 +155,7 @@ class Packing:
         return {
             "position_ids": self.position_ids_1T,
             "attention_mask": no_mask,
-            "sequence_groups": self.groups,
+            "packing": self,
         }
 
 
@@ -180,7 +196,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    sequence_groups: tuple[SequenceGroup, ...] | None = None,
+    packing: Packing | None = None,
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -191,24 +207,28 @@ def attend(
         module: attention module of the layer.
         query, key, value: [1, heads, T, D] of a packed row; [B, heads, T, D] of rows that are not packed.
         attention_mask: mask of rows that are not packed; ignored for a packed row.
-        sequence_groups: groups of the sequences of a packed row; None if rows are not packed.
+        packing: layout of a packed row; None if rows are not packed.
         sliding_window: number of last tokens that a token attends to, itself included; None for all.
         options: further arguments of transformers' sdpa attention.
 
     Returns:
         Outputs [B, T, heads, D], and None in place of attention weights.
     """
-    if sequence_groups is None and query.shape[2] == 1 and query.shape[1] > key.shape[1]:
+    if packing is None and query.shape[2] == 1 and query.shape[1] > key.shape[1]:
         return _attend_with_one_token(query, key, value, attention_mask, options["scaling"]), None
-    if sequence_groups is None:
+    if packing is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, sliding_window=sliding_window, **options
         )
+    if has_kernel(query):
+        scaling = options["scaling"]
+        return attend_spans(query[0], key[0], value[0], packing.spans, sliding_window, scaling)[None], None
     parts = []
-    for group in sequence_groups:
+    for group in packing.groups:
         own_query, own_key, own_value = (group.unpack(x[0]) for x in (query, key, value))
         mask = _window_mask(group.positions_ST, sliding_window)
         attended_STHD, _ = sdpa_attention_forward(module, own_query, own_key, own_value, mask, **options)
+        fix_order_of_gradient(attended_STHD)
         parts.append(group.pack(attended_STHD))
     return torch.cat(parts)[None], None
 

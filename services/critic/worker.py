@@ -9,7 +9,7 @@ from services.compute.heads import value_head
 from services.compute.microbatch import MicroBatch
 from services.engines.base import LossFn
 from services.models.families import load_value_model
-from services.roles.columns import jagged_column, sequence_columns
+from services.roles.columns import jagged_column, on_device, sequence_columns
 from services.roles.loss_options import ValueLossOptions, read_knobs, token_loss
 from services.roles.losses import aggregate
 from services.roles.micro_batching import per_token
@@ -30,6 +30,7 @@ class CriticWorker(ModelWorker):
     """
 
     role = "critic"
+    on_device = frozenset(("values", "returns"))
 
     def __init__(self, table: CriticTable, ranks: Ranks) -> None:
         super().__init__(table, ranks, load_value_model, table.optimizer)
@@ -50,7 +51,8 @@ class CriticWorker(ModelWorker):
     ) -> CallResult:
         """Implements UpdateCritic: trains the value model on the rows with the request's value loss and schedule."""
         require(request, "loss", "schedule")
-        old_values, returns = jagged_column(rows, "values"), jagged_column(rows, "returns")
+        columns = [jagged_column(rows, name) for name in ("values", "returns")]
+        old_values, returns = on_device(columns, self.torch_device)
         options = read_knobs(ValueLossOptions, request.loss, self.losses)
         name = options.value_loss
         value_loss = token_loss("value_loss", name, find_value_loss(name), options.value_loss_options)

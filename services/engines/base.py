@@ -133,7 +133,7 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A copy of this rank's shards of weights and optimizer state, in host memory.
+    """A copy of this rank's shards of weights and optimizer state, on its device or in host memory.
 
     Attributes:
         num_steps: optimizer steps done.
@@ -168,10 +168,9 @@ class TrainEngine(ABC):
 
     Attributes:
         device: device of this rank.
-        data_rank: index of this rank's data-parallel share of the rows. Ranks with the same index have the same rows.
-        data_size: number of data-parallel shares.
-        config: configuration of the whole model.
-        num_parameters: number of parameters of the whole model.
+        data_rank, data_size: index of this rank's data-parallel share of the rows, which are the same on all ranks with
+            the same index, and number of shares.
+        config, num_parameters: configuration and number of parameters of the whole model.
         step_is_atomic: whether a `step` that fails on any rank has changed no weight on any rank.
         sees_outputs: whether this rank has the outputs and statistics; in a pipeline, only the last stage has.
         packs: whether the engine can compute packed micro-batches, besides padded ones.
@@ -201,8 +200,8 @@ class TrainEngine(ABC):
         Collective.
 
         Args:
-            table: table of the service. `table.dtype` is the type of computation; weights that are trained are kept
-                in float32 in any case.
+            table: table of the service. `implementation.compute_dtype` gives the type of computation; trained weights
+                are kept in float32 in any case.
             options: the engine's own options, of the type that its spec (`settings.engines.EngineSpec`) names.
             setup: loader of the model, mesh, device and optimizer.
 
@@ -274,7 +273,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def snapshot(self) -> Snapshot:
-        """Returns a copy of this rank's shards of weights and optimizer state in host memory, for `restore`."""
+        """Returns a copy of this rank's shards of weights and optimizer state, for `restore`; on the device, where that
+        has room for it."""
 
     @abstractmethod
     def restore(self, snapshot: Snapshot) -> None:

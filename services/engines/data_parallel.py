@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from services.compute.heads import Head, dummy_head, zero_loss
-from services.compute.microbatch import MicroBatch, dummy_micro_batch
+from services.compute.microbatch import MicroBatch, dummy_micro_batch, to_device
 from services.engines.agreement import all_or_none
 from services.engines.base import HeldTensor, LossFn, OptimizerOptions
 from services.engines.collectives import max_over_ranks, stop_together
@@ -201,9 +201,7 @@ class DataParallelEngine(ShardedEngine):
         same number of passes.
         """
         missing = max(max_over_ranks(len(micro_batches)), 1) - len(micro_batches)
-        return [
-            each.to(self.device) for each in (*micro_batches, *(dummy_micro_batch() for _ in range(missing)))
-        ]
+        return to_device([*micro_batches, *(dummy_micro_batch() for _ in range(missing))], self.device)
 
     def _accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]

@@ -11,6 +11,7 @@ from rlhf.plugins import PluginError, load_object
 from services.engines.base import OptimizerOptions
 from settings.engines import Spec
 from settings.model import LoadedModelTable, ModelTable
+from settings.reward import RewardTable
 
 E = TypeVar("E")
 
@@ -40,11 +41,14 @@ def implementation_of(key: str, name: str, spec: Spec, kind: type[E], reference:
     return found
 
 
-def compute_dtype(table: LoadedModelTable) -> torch.dtype:
-    """Returns the type that a service's model is computed in: `dtype` of its table."""
+def compute_dtype(table: LoadedModelTable | RewardTable) -> torch.dtype:
+    """Returns the type that a service's model is computed in: `dtype` of its table; for "auto", bfloat16 where the
+    process sees a GPU, on which it computes then, and float32 elsewhere."""
+    if table.dtype == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return getattr(torch, table.dtype)
 
 
 def kept_dtype(table: ModelTable, optimizer: OptimizerOptions | None) -> torch.dtype:
-    """Returns the type that a service's weights are kept in: float32 if they are trained, else `dtype`."""
+    """Returns the type that a service's weights are kept in: float32 if they are trained, else that of computation."""
     return torch.float32 if optimizer is not None else compute_dtype(table)

@@ -35,3 +35,8 @@ class LossAccumulator:
         total = self._loss.clone() if is_primary else torch.zeros_like(self._loss)
         dist.all_reduce(total)
         return float(total), dict(self._stats)
+
+
+def numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
+    """Returns scalar tensors as numbers, by name; the host waits for a device once for all of them."""
+    return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True)) if scalars else {}

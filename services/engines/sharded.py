@@ -28,8 +28,9 @@ from services.engines.base import (
 )
 from services.engines.collectives import max_over_ranks
 from services.engines.deterministic import deterministic_kernels
-from services.engines.offload import wait_for_copies
+from services.engines.loss_accumulator import numbers
 from services.engines.offloader import Offloader
+from services.engines.snapshots import SnapshotMemory, in_host_memory
 from services.runtime.ranks import known_to_all
 from services.storage.checkpoint import (
     NO_SCALARS,
@@ -77,6 +78,7 @@ class ShardedEngine(TrainEngine):
         self._num_steps = 0
         self._has_first_values = True
         self._offloader = Offloader()
+        self._snapshots = SnapshotMemory(device)
 
     @abstractmethod
     def _accumulate_gradients(
@@ -135,25 +137,28 @@ class ShardedEngine(TrainEngine):
                 why = f"gradient norm is {grad_norm:.4g} {where}, above reject_grad_norm, {limit:g}"
                 raise known_to_all(GradientTooLarge(why))
             lr = self._options.lr_at(self._num_steps)
-            result = StepResult(loss, grad_norm, lr, {name: float(x) for name, x in stats.items()})
+            result = StepResult(loss, grad_norm, lr, numbers(stats))
             confirm()
             # Nothing below allocates, waits for other ranks or reads memory that other processes may change.
             self._has_first_values = False
+            self._snapshots.wait()
             self._take_step(lr)
             self._weights_changed()
             self._num_steps += 1
             return result
         finally:
+            self._snapshots.stepped()
             self._drop_gradients()
 
     def snapshot(self) -> Snapshot:
         self.check_onloaded()
-        return Snapshot(self._num_steps, _in_host_memory(self._state()))
+        return Snapshot(self._num_steps, self._snapshots.copy(self._state()))
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
         self.check_onloaded()
         self._has_first_values = False
+        self._snapshots.wait()
         for name, x in self._state().items():
             x.copy_(snapshot.tensors[name])
         self._weights_changed()
@@ -195,7 +200,7 @@ class ShardedEngine(TrainEngine):
             if rank == 0:
                 make_empty(directory)
             own = {name: x for name, x in self._state().items() if self._is_primary(_weight_name(name))}
-            shards = self._shards(_in_host_memory(own))
+            shards = self._shards(in_host_memory(own))
             scalars = {**scalars, NUM_STEPS: self._num_steps}
 
         def write() -> list[Path]:
@@ -302,14 +307,3 @@ def held_shard(name: str, shard: WeightShard, *, learns: bool) -> HeldTensor:
 def _weight_name(state_name: str) -> str:
     """Returns NAME from the name of a state, "weight.NAME", "exp_avg.NAME" or "exp_avg_sq.NAME"."""
     return state_name.partition(".")[2]
-
-
-def _in_host_memory(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns copies of tensors in host memory, by name; pinned if they are on a GPU, since torch caches pinned memory
-    for the next copy."""
-    copies = {
-        name: torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x.detach(), non_blocking=True)
-        for name, x in state.items()
-    }
-    wait_for_copies(x.device for x in state.values())
-    return copies

@@ -6,12 +6,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.engines.base import HeldTensor
+from services.engines.implementation import compute_dtype
 from services.models.sequence_scorer import SequenceScorer
 from services.models.tokenizers import vocabulary_hash
 from services.reward.scorers.base import Scorer, row_score
@@ -111,7 +110,7 @@ class ModelScorer(SequenceModelScorer):
             scorer = SequenceScorer(
                 table.model,
                 token_budget=table.micro_batch_tokens,
-                dtype=getattr(torch, table.dtype),
+                dtype=compute_dtype(table),
                 device=rank_device(),
                 load=load,
             )

@@ -1,14 +1,24 @@
-"""Converts columns of a call's rows to torch tensors."""
+"""Converts columns of a call's rows to torch tensors.
+
+A column that the fetch has left on this rank's device (`Worker.on_device`) is a tensor there; any other is an array in
+host memory.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
-from nccl_transfer.store.tensors import to_torch
+from nccl_transfer.rows import Values
+from nccl_transfer.store.device_arrays import DeviceArray
+from nccl_transfer.store.tensors import to_numpy_carrier, to_torch
 from rlhf.errors import InvalidRequest
+from services.compute.copies import copy_together
 from services.runtime.worker import CallRows
 
 Sequences = tuple[Jagged[Tensor], Jagged[Tensor]]
@@ -16,8 +26,8 @@ Sequences = tuple[Jagged[Tensor], Jagged[Tensor]]
 
 
 def jagged_column(rows: CallRows, name: str) -> Jagged[Tensor]:
-    """Returns a jagged column of numbers of a call's rows with its values as a tensor, which shares memory with `rows`;
-    values in a read-only array, as of a column sent in the request itself, are copied.
+    """Returns a jagged column of numbers of a call's rows with its values as a tensor where they are, which shares
+    memory with `rows`; values in a read-only array, as of a column sent in the request itself, are copied.
 
     Raises:
         InvalidRequest: The column is missing or not jagged, or its elements are no single numbers.
@@ -25,11 +35,11 @@ def jagged_column(rows: CallRows, name: str) -> Jagged[Tensor]:
     column = rows[name]
     if not isinstance(column, Jagged):
         raise InvalidRequest(f"column {name!r} is not jagged")
-    if column.values.ndim != 1:
+    if len(column.values.shape) != 1:
         raise InvalidRequest(
             f"column {name!r} has elements of shape {list(column.values.shape[1:])}; one number is allowed"
         )
-    return to_torch(column, rows.fetched.dtypes[name])
+    return Jagged(_tensor(column.values, rows.fetched.dtypes[name]), column.lengths)
 
 
 def token_column(rows: CallRows, name: str) -> Jagged[Tensor]:
@@ -40,22 +50,51 @@ def token_column(rows: CallRows, name: str) -> Jagged[Tensor]:
         InvalidRequest: The column or "response_ids" is missing, or its rows are neither jagged nor single numbers.
     """
     values, responses = rows[name], rows["response_ids"]
-    if not isinstance(values, np.ndarray) or not isinstance(responses, Jagged):
+    if isinstance(values, Jagged | list) or not isinstance(responses, Jagged):
         return jagged_column(rows, name)
-    if values.ndim != 1:
-        raise InvalidRequest(f"column {name!r} has rows of shape {values.shape[1:]}; one number is allowed")
-    each = to_torch(values, rows.fetched.dtypes[name])
-    return Jagged(each.repeat_interleave(torch.from_numpy(responses.lengths.copy())), responses.lengths)
+    if len(values.shape) != 1:
+        raise InvalidRequest(
+            f"column {name!r} has rows of shape {tuple(values.shape[1:])}; one number is allowed"
+        )
+    each, lengths = _tensor(values, rows.fetched.dtypes[name]), responses.lengths
+    repeats = torch.from_numpy(lengths.copy()).to(each.device)
+    return Jagged(each.repeat_interleave(repeats, output_size=int(lengths.sum())), lengths)
 
 
 def sequence_columns(rows: CallRows) -> Sequences:
-    """Returns the columns "prompt_ids" and "response_ids", converted to int64.
+    """Returns the columns "prompt_ids" and "response_ids", converted to int64, in host memory, where micro-batches are
+    cut.
 
     Raises:
         InvalidRequest: A column is missing or not jagged, or its elements are no single numbers.
     """
     prompts, responses = jagged_column(rows, "prompt_ids"), jagged_column(rows, "response_ids")
-    return Jagged(prompts.values.long(), prompts.lengths), Jagged(responses.values.long(), responses.lengths)
+    return (
+        Jagged(prompts.values.to("cpu", torch.int64), prompts.lengths),
+        Jagged(responses.values.to("cpu", torch.int64), responses.lengths),
+    )
+
+
+def on_device(columns: Sequence[Jagged[Tensor]], device: torch.device) -> list[Jagged[Tensor]]:
+    """Returns columns with their values on a device, to which those in host memory go in one copy."""
+    values = copy_together([column.values for column in columns], device)
+    return [Jagged(x, column.lengths) for x, column in zip(values, columns, strict=True)]
+
+
+def in_host_memory(columns: Mapping[str, Values]) -> dict[str, Values]:
+    """Returns columns by name, those on a device as arrays: copies in host memory, in the carriers of their types."""
+    return {name: _in_host_memory(values) for name, values in columns.items()}
+
+
+def _in_host_memory(values: Any) -> Any:
+    if isinstance(values, Jagged):
+        return Jagged(_in_host_memory(values.values), values.lengths)
+    return to_numpy_carrier(values.tensor())[0] if isinstance(values, DeviceArray) else values
+
+
+def _tensor(values: Any, dtype: str) -> Tensor:
+    """Returns an array as a tensor where it is; one in host memory has the element type `dtype`."""
+    return values.tensor() if isinstance(values, DeviceArray) else to_torch(values, dtype)
 
 
 def jagged_ids(rows: list[list[int]], dtype: torch.dtype = torch.int64) -> Jagged[Tensor]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest
-from services.compute.jagged_rows import assemble
 from services.compute.microbatch import MicroBatch
 from services.compute.splitting import split
 from services.engines.base import TrainEngine
@@ -84,14 +83,16 @@ def per_token(
     """Joins outputs of micro-batches to one column with a number per response token, in the order of the rows.
 
     Args:
-        computed: Micro-batches and outputs of a head; empty on pipeline stages that have no outputs.
+        computed: Micro-batches, which together have every row once, and outputs of a head; empty on pipeline stages
+            that have no outputs.
         read: Extracts from an output the grid [B, R] of the numbers to join.
         lengths: Response tokens per row, [rows] int64.
 
     Returns:
-        The column, in host memory; all nan if `computed` is empty.
+        The column, on the device of the outputs; in host memory and all nan if `computed` is empty.
     """
     if not computed:
         return Jagged(torch.full((int(lengths.sum()),), torch.nan), lengths)
-    values = [micro_batch.collect(read(output).cpu()) for micro_batch, output in computed]
-    return assemble([micro_batch.rows for micro_batch, _ in computed], values, lengths)
+    values = torch.cat([micro_batch.collect(read(output)) for micro_batch, output in computed])
+    tokens = torch.cat([micro_batch.tokens_N for micro_batch, _ in computed])
+    return Jagged(torch.empty_like(values).scatter_(0, tokens, values), lengths)

@@ -15,8 +15,9 @@ from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.compute.heads import Head
+from services.compute.microbatch import to_device
 from services.engines.base import EngineSetup, LossFn, TrainEngine
-from services.engines.implementation import implementation_of
+from services.engines.implementation import compute_dtype, implementation_of
 from services.models.loading import Load
 from services.models.tokenizers import check_vocabulary
 from services.roles.background import BackgroundWriter
@@ -103,7 +104,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
         answer = super().describe()
         answer.parameters = self.engine.num_parameters
         answer.engine = self.engine_name()
-        answer.limits.extend(_limits_of(self.torch_device, self.table.dtype))
+        answer.limits.extend(_limits_of(self.torch_device, compute_dtype(self.table)))
         answer.max_tokens = min(self.table.micro_batch_tokens, self.model_config.max_position_embeddings)
         return answer
 
@@ -116,11 +117,12 @@ class ModelWorker(SendingWorker, LanguageWorker):
         """Splits sequences into micro-batches and runs the model on them without gradients. Collective.
 
         Returns:
-            Each micro-batch with the output of `head` for it; an empty list on pipeline stages before the last.
+            Each micro-batch, on the engine's device, with the output of `head` for it; an empty list on pipeline stages
+            before the last.
         """
         with self.ranks.together(call.peers_deadline):
             self.engine.check_onloaded()
-            micro_batches = self._micro_batcher.split(sequences)
+            micro_batches = to_device(self._micro_batcher.split(sequences), self.engine.device)
         total = len(micro_batches)
         call.progress(0, total)
         outputs = self.engine.infer(
@@ -254,10 +256,10 @@ class ModelWorker(SendingWorker, LanguageWorker):
         return CallResult()
 
 
-def _limits_of(device: torch.device, dtype: str) -> list[str]:
+def _limits_of(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Returns the limits that Describe tells of a rank that computes in this data type on this device."""
     if device.type == "cpu":
         return ["Offload and Onload move nothing: weights are in host memory already"]
-    if dtype == "float32":
-        return ["computes in float32; dtype = 'bfloat16' computes in bfloat16"]
-    return []
+    if dtype == torch.float32:
+        return ["computes in float32, matrix products in TF32; dtype = 'bfloat16' computes in bfloat16"]
+    return ["computes in bfloat16; dtype = 'float32' computes in float32"]

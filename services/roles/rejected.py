@@ -6,6 +6,7 @@ import numpy as np
 
 from rlhf.errors import InvalidRequest, UpdateRejected
 from services.engines.base import RejectedGradient
+from services.roles.columns import in_host_memory
 from services.runtime.worker import CallContext, CallRows, Worker
 from services.storage.rejected_rows import write_rejected_rows
 
@@ -67,7 +68,8 @@ class RowKeeper:
             }
             if writes:
                 path = directory / f"{worker.service}-rank-{worker.ranks.rank}.json"
-                write_rejected_rows(path, rows.fetched.values, indices, rows.numbers, facts)
+                columns = in_host_memory(rows.fetched.values)
+                write_rejected_rows(path, columns, indices, rows.numbers, facts)
         except (InvalidRequest, OSError) as error:
             return f"; its rows could not be kept: {error}"
         return f"; its rows are in {directory}"

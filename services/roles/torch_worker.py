@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 
+from nccl_transfer.devices.cuda import Cuda
+from nccl_transfer.devices.cupy_cuda import own_cuda
+from nccl_transfer.devices.tensors import DeviceTensors
+from nccl_transfer.store.torch_device import TorchDevice
 from services.roles.device import (
     allocated_bytes,
     device_identity,
@@ -45,6 +49,12 @@ class TorchWorker(Worker):
 
     def device(self) -> dict[str, str]:
         return device_identity(self.torch_device)
+
+    def gpu(self) -> tuple[Cuda, DeviceTensors] | None:
+        if self.torch_device.type != "cuda":
+            return None
+        torch.cuda.empty_cache()  # the arena is allocated beside torch's memory
+        return own_cuda(), TorchDevice(self.torch_device)
 
     def device_memory(self) -> int:
         return allocated_bytes(self.torch_device)

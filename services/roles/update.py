@@ -46,7 +46,7 @@ class Updater:
         rank raises, and weights and optimizer state are as before. Collective.
 
         If there is one mini-batch and the engine's step is atomic, all checks are made before the weights change. Any
-        other update starts with a snapshot in host memory, as large as weights and optimizer state, and is undone
+        other update starts with a snapshot, as large as weights and optimizer state, and is undone
         from it if it fails; a rank that cannot undo it raises OutOfStep, upon which its process exits.
 
         Args:

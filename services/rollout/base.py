@@ -73,13 +73,14 @@ class SamplingOptions:
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """Generated responses in the order of the prompts. Tensors are on the engine's device, those of vLLM on the CPU.
+    """Generated responses in the order of the prompts.
 
     Args:
-        responses: all token ids that were sampled, int64. A response with finish reason "stop" ends with its
-            end-of-sequence token, or with the token that completed a stop string.
+        responses: all token ids that were sampled, int64, in host memory. A response with finish reason "stop" ends
+            with its end-of-sequence token, or with the token that completed a stop string.
         log_probs: log-probability of each token under the distribution it was drawn from, after temperature, top-k and
-            top-p, in nats, float32. For greedy tokens, under softmax of the logits.
+            top-p, in nats, float32. For greedy tokens, under softmax of the logits. On the engine's device; those of
+            vLLM in host memory.
         finish_reasons: why each response ended.
     """
 
@@ -121,7 +122,8 @@ class RolloutEngine(ABC):
         must be loaded (`load_weights`) before it generates. Collective.
 
         Args:
-            table: table of the service: `table.model` is the model's directory, `table.dtype` its type.
+            table: table of the service: `table.model` is the model's directory, and
+                `services.engines.implementation.compute_dtype` gives its type.
             options: the engine's own options, of the type that its spec (`settings.engines.RolloutSpec`) names.
             shards: the shards of the training engine that `load_weights` will be given. None: whole weights, or, in a
                 rollout service whose mesh has several ranks per replica (`mesh.replica_size`), shards by the layouts

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
-from services.compute.jagged_rows import assemble
+from services.compute.copies import copy_together
 from services.compute.splitting import cut
 from services.engines.base import HeldTensor
 from services.engines.generation_shards import GenerationShards
@@ -128,8 +129,9 @@ class HFRollout(RolloutEngine):
         """Generates the responses of R rows in one batch; see `generate` for the arguments. Finished rows are removed
         from the batch from time to time, so it holds B <= R rows: all unfinished ones and a few finished ones."""
         num_rows, num_steps = len(prompts), sampling.max_new_tokens
-        uniforms_RN = torch.from_numpy(uniforms(row_seeds, num_steps)).to(self._device)
-        eos_ids = torch.tensor(sampling.eos_ids, dtype=torch.int64, device=self._device)
+        eos_ids = torch.tensor(sampling.eos_ids, dtype=torch.int64)
+        on_host = [torch.from_numpy(uniforms(row_seeds, num_steps)), eos_ids, *_distinct(prompts)]
+        uniforms_RN, eos_ids, *distinct = copy_together(on_host, self._device)
         tokens_RN = torch.zeros((num_rows, num_steps), dtype=torch.int64, device=self._device)
         log_probs_RN = torch.zeros((num_rows, num_steps), dtype=torch.float32, device=self._device)
         lengths_R = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
@@ -139,7 +141,7 @@ class HFRollout(RolloutEngine):
         rows_B = torch.arange(num_rows, device=self._device)
         runs_B = torch.ones(num_rows, dtype=torch.bool, device=self._device)
         num_running = num_rows
-        context, logits_BV = self._prefill(prompts, num_steps)
+        context, logits_BV = self._prefill(_Distinct(*distinct), num_steps)
         for n in range(num_steps):
             tokens_B, log_probs_B = self._decoder.choose(logits_BV, sampling, uniforms_RN[rows_B, n])
             tokens_RN[rows_B, n], log_probs_RN[rows_B, n] = tokens_B, log_probs_B
@@ -158,35 +160,55 @@ class HFRollout(RolloutEngine):
                 context.select(kept)
                 rows_B, runs_B, tokens_B = rows_B[kept], runs_B[kept], tokens_B[kept]
             logits_BV = self._forward(tokens_B[:, None], context)
-        return _Responses(tokens_RN, log_probs_RN, lengths_R.cpu().numpy(), stopped_R.cpu().numpy())
+        lengths, stopped = torch.stack((lengths_R, stopped_R)).cpu().numpy()
+        return _Responses(tokens_RN, log_probs_RN, lengths, stopped.astype(bool))
 
-    def _prefill(self, prompts: Sequence[Sequence[int]], num_steps: int) -> tuple[_Context, Tensor]:
+    def _prefill(self, prompts: _Distinct, num_steps: int) -> tuple[_Context, Tensor]:
         """Runs the model on each distinct prompt once.
 
         Returns:
             The context of the R rows, with room for `num_steps` more tokens each, and the logits [R, V] of each row's
             next token.
         """
-        index: dict[tuple[int, ...], int] = {}
-        distinct_of_row = [index.setdefault(tuple(prompt), len(index)) for prompt in prompts]
-        longest = max(map(len, index))
-        ids_UT = torch.tensor(
-            [(0,) * (longest - len(prompt)) + prompt for prompt in index], device=self._device
-        )
-        num_pads_U = torch.tensor([longest - len(prompt) for prompt in index], device=self._device)
-        cache = reserve(self._decoder.new_cache(), longest + num_steps)
-        context = _Context(cache, num_pads_U if num_pads_U.any() else None)
-        logits_UV = self._forward(ids_UT, context)
-        if len(index) == len(prompts):
+        cache = reserve(self._decoder.new_cache(), prompts.ids_UT.shape[1] + num_steps)
+        context = _Context(cache, prompts.num_pads_U if len(prompts.num_pads_U) else None)
+        logits_UV = self._forward(prompts.ids_UT, context)
+        if len(prompts.ids_UT) == len(prompts.prompt_R):
             return context, logits_UV
-        selected = torch.tensor(distinct_of_row, device=self._device)
-        context.select(selected)
-        return context, logits_UV[selected]
+        context.select(prompts.prompt_R)
+        return context, logits_UV[prompts.prompt_R]
 
     def _forward(self, ids_BT: Tensor, context: _Context) -> Tensor:
         """Runs the model on `ids_BT` and appends their keys and values to the context, in place; returns the logits
         of `Decoder.forward`."""
         return self._decoder.forward(ids_BT, context.cache, context.padding_arguments(ids_BT.shape[1]))
+
+
+class _Distinct(NamedTuple):
+    """The U distinct prompts of R rows, padded on the left.
+
+    Attributes:
+        ids_UT: token ids, 0 in the padding.
+        num_pads_U: padding tokens of each prompt; empty if no prompt has any.
+        prompt_R: index of each row's prompt.
+    """
+
+    ids_UT: Tensor
+    num_pads_U: Tensor
+    prompt_R: Tensor
+
+
+def _distinct(prompts: Sequence[Sequence[int]]) -> _Distinct:
+    """Returns the distinct ones of the prompts of all rows, in host memory."""
+    index: dict[tuple[int, ...], int] = {}
+    prompt_of_row = [index.setdefault(tuple(prompt), len(index)) for prompt in prompts]
+    longest = max(map(len, index))
+    num_pads = [longest - len(prompt) for prompt in index]
+    return _Distinct(
+        torch.tensor([(0,) * pads + prompt for pads, prompt in zip(num_pads, index, strict=True)]),
+        torch.tensor(num_pads if any(num_pads) else [], dtype=torch.int64),
+        torch.tensor(prompt_of_row),
+    )
 
 
 @dataclass(eq=False)
@@ -246,20 +268,20 @@ def _in_order(parts: Sequence[np.ndarray], responses: Sequence[_Responses]) -> G
     """
     lengths = np.empty(sum(map(len, parts)), dtype=np.int64)
     stopped = np.empty(len(lengths), dtype=bool)
-    tokens, log_probs = [], []
     for part, decoded in zip(parts, responses, strict=True):
         lengths[part], stopped[part] = decoded.lengths_R, decoded.stopped_R
-        position_N = torch.arange(decoded.tokens_RN.shape[1])
-        real_RN = (position_N < torch.from_numpy(decoded.lengths_R)[:, None]).to(decoded.tokens_RN.device)
-        tokens.append(decoded.tokens_RN[real_RN])
-        log_probs.append(decoded.log_probs_RN[real_RN])
-        if not log_probs[-1].isfinite().all():
-            row = part[int((real_RN & ~decoded.log_probs_RN.isfinite()).any(dim=1).nonzero()[0])]
-            raise FloatingPointError(
-                f"the output of the rollout model is not finite, first seen in row {row}"
-            )
+    tokens_RN = torch.cat([decoded.tokens_RN for decoded in responses])
+    line_of_row = np.argsort(np.concatenate(parts))
+    # The cells of all response tokens, row after row.
+    gaps = line_of_row * tokens_RN.shape[1] - (np.cumsum(lengths) - lengths)
+    cells = torch.from_numpy(np.repeat(gaps, lengths) + np.arange(lengths.sum())).to(tokens_RN.device)
+    log_probs = torch.cat([decoded.log_probs_RN for decoded in responses]).flatten().index_select(0, cells)
+    is_finite = log_probs.isfinite()
+    if not is_finite.all():
+        row = np.repeat(np.arange(len(lengths)), lengths)[int((~is_finite).nonzero()[0])]
+        raise FloatingPointError(f"the output of the rollout model is not finite, first seen in row {row}")
     return Generation(
-        responses=assemble(parts, tokens, lengths),
-        log_probs=assemble(parts, log_probs, lengths),
+        responses=Jagged(tokens_RN.flatten().index_select(0, cells).cpu(), lengths),
+        log_probs=Jagged(log_probs, lengths),
         finish_reasons=["stop" if ended else "length" for ended in stopped],
     )

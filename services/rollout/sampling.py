@@ -13,6 +13,9 @@ from services.rollout.base import SamplingOptions
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _SHIFT_32 = np.uint64(32)
 
+_CANDIDATES = 1024
+"""Most probable tokens of a row among which top-p is looked for first; mostly it ends among far fewer."""
+
 
 def row_seeds(seed: int, step: int, call: str, rows: np.ndarray) -> np.ndarray:
     """Returns one seed per row of a call, [rows] non-negative int64, for the row's own stream of random numbers.
@@ -53,14 +56,33 @@ def log_distribution(logits_BV: Tensor, sampling: SamplingOptions) -> Tensor:
         kth_B1 = log_probs_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
         log_probs_BV = _keep(log_probs_BV, log_probs_BV >= kth_B1)
     if sampling.top_p < 1:
-        sorted_BV, order_BV = log_probs_BV.sort(dim=-1, descending=True, stable=True)
-        probs_BV = sorted_BV.double().exp()
-        before_BV = probs_BV.cumsum(dim=-1) - probs_BV
-        kept_BV = torch.zeros_like(order_BV, dtype=torch.bool).scatter(
-            1, order_BV, before_BV < sampling.top_p
-        )
-        log_probs_BV = _keep(log_probs_BV, kept_BV)
+        log_probs_BV = _keep(log_probs_BV, _nucleus(log_probs_BV, sampling.top_p))
     return log_probs_BV
+
+
+def _nucleus(log_probs_BV: Tensor, top_p: float) -> Tensor:
+    """Returns which tokens are in the smallest set of most probable ones whose probability reaches `top_p`, [B, V];
+    of equally probable tokens, those of lower ids come first.
+
+    Only the most probable tokens are sorted, and summed in float64: at first _CANDIDATES of each row, and more until
+    each row's set ends before the last of them. The set is that of a sort of the whole row.
+    """
+    vocabulary = log_probs_BV.shape[-1]
+    num_candidates = min(_CANDIDATES, vocabulary)
+    while True:
+        if num_candidates < vocabulary:
+            ids_BK = log_probs_BV.topk(num_candidates, dim=-1, sorted=False).indices.sort(dim=-1).values
+        else:
+            ids_BK = torch.arange(vocabulary, device=log_probs_BV.device).expand_as(log_probs_BV)
+        sorted_BK, order_BK = log_probs_BV.gather(1, ids_BK).sort(dim=-1, descending=True, stable=True)
+        probs_BK = sorted_BK.double().exp()
+        kept_BK = probs_BK.cumsum(dim=-1) - probs_BK < top_p
+        # Tokens as probable as the last candidate may be missing.
+        is_whole = num_candidates == vocabulary or not (kept_BK & (sorted_BK <= sorted_BK[:, -1:])).any()
+        if is_whole:
+            kept_BV = torch.zeros_like(log_probs_BV, dtype=torch.bool)
+            return kept_BV.scatter(1, ids_BK.gather(1, order_BK), kept_BK)
+        num_candidates = min(16 * num_candidates, vocabulary)
 
 
 def draw(log_probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from nccl_transfer.refs.batch import Batch, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.protocols import get_protocol
 from nccl_transfer.refs.remote_column import RemoteColumn
+from nccl_transfer.refs.shards import Space
 from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.contract import Method
 from rlhf.v1 import common_pb2
@@ -47,7 +48,8 @@ class ResponseEncoder:
         Args:
             method: Method of the call.
             call: Header of the call.
-            timing: Timing of the call so far; its `store_s` and, where rows are stored, `stored_bytes` are set.
+            timing: Timing of the call so far; its `store_s` and, where rows are stored, `stored_bytes` and
+                `spilled_bytes` are set.
             result: Result of the method.
 
         Raises:
@@ -58,7 +60,10 @@ class ResponseEncoder:
         response = method.response(**result.fields)
         if self.stores(method, result):
             lease = Lease(call.session, call.step)
-            columns = {name: self._put(values, lease) for name, values in result.columns.items()}
+            columns: dict[str, RemoteColumn | LocalColumn] = {}
+            for name, values in result.columns.items():
+                columns[name], spilled = self._put(values, lease)
+                timing.spilled_bytes += spilled
             batch = Batch(next(iter(columns.values())).rows, columns)
             response.batch.CopyFrom(wire.to_proto(batch))
             timing.stored_bytes = sum(c.nbytes for c in columns.values() if isinstance(c, RemoteColumn))
@@ -70,16 +75,21 @@ class ResponseEncoder:
             response.outcome.metrics[name].sum, response.outcome.metrics[name].count = total, count
         return response
 
-    def _put(self, values: Any, lease: Lease) -> RemoteColumn | LocalColumn:
-        """Stores the values of one column and returns a reference to them; lists of strings are returned as they are,
-        for the message itself."""
+    def _put(self, values: Any, lease: Lease) -> tuple[RemoteColumn | LocalColumn, int]:
+        """Stores the values of one column, where they are, and returns a reference to them, and the bytes that went
+        from the GPU to the host because its arena was full. Lists of strings are returned as they are, for the message
+        itself."""
         if isinstance(values, list):
-            return LocalColumn(values)
+            return LocalColumn(values), 0
         array = values.values if isinstance(values, Jagged) else values
         if isinstance(array, np.ndarray):
-            return self._store.put_column(values, str(array.dtype), lease)
+            return self._store.put_column(values, str(array.dtype), lease), 0
+        device = self._store.device
+        if device is not None and device.tensors.holds(array):
+            column = device.put_column(values, lease)
+            return column, column.nbytes if column.shards[0].space is Space.HOST else 0
         # Imports torch, which services without tensors do without.
         from nccl_transfer.store.tensors import to_numpy_carrier
 
         carrier, dtype = to_numpy_carrier(values)
-        return self._store.put_column(carrier, dtype, lease)
+        return self._store.put_column(carrier, dtype, lease), 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from nccl_transfer.fetch import Fetcher
@@ -93,6 +93,7 @@ def fetch_rows(
     timing: common_pb2.Timing,
     *,
     writable: bool,
+    on_device: Collection[str] = (),
 ) -> CallRows:
     """Fetches the rows of a call from the ranks that have them; blocks the thread.
 
@@ -102,6 +103,7 @@ def fetch_rows(
         context: The call, whose deadline limits the fetch.
         timing: Receives the bytes in the message itself and the traffic of each transport.
         writable: Whether the fetched arrays may be written to, as for `Fetcher.fetch`.
+        on_device: Names of columns that may stay on the GPU, as for `Fetcher.fetch`.
 
     Returns:
         The rows, and their numbers in the whole batch.
@@ -116,7 +118,9 @@ def fetch_rows(
     relay_request = RelayRequest(
         call.call_id, Lease(call.session, call.step), wire.relays_from_proto(message)
     )
-    fetched = fetcher.fetch(batch, time_to_agree(context.deadline), relay_request, writable=writable)
+    fetched = fetcher.fetch(
+        batch, time_to_agree(context.deadline), relay_request, writable=writable, on_device=on_device
+    )
     for name, moved in traffic_to_proto(fetched.traffic).items():
         timing.traffic[name].CopyFrom(moved)
     return CallRows(fetched, wire.row_numbers(message))

@@ -153,6 +153,7 @@ class CallRunner:
                     call.context,
                     call.timing,
                     writable=self._worker.writes_to_rows,
+                    on_device=self._worker.on_device,
                 )
             )
 

@@ -20,11 +20,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from nccl_transfer.bucket_board import BucketBoard
+from nccl_transfer.devices.cuda import Cuda
+from nccl_transfer.devices.tensors import DeviceTensors
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire_ranks import endpoint_to_proto
 from nccl_transfer.registry import create_readers, served_transports, unavailable
 from nccl_transfer.sources import Sources
+from nccl_transfer.store.device_arena import DeviceArena
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports import host_id
 from rlhf.channels import listen, open_server
@@ -53,6 +56,20 @@ SERVER_OPTIONS = (
 and from the controller."""
 
 
+def _device_arena(
+    gpu: tuple[Cuda, DeviceTensors] | None, table: ServiceTable
+) -> tuple[DeviceArena, DeviceTensors] | None:
+    """Returns the arena on a rank's GPU, None where there is none, with what makes tensors of its bytes.
+
+    Raises:
+        OutOfSpace: The GPU has too little free memory.
+    """
+    if gpu is None or not table.arena_device_mb or table.checksums:
+        return None
+    cuda, tensors = gpu
+    return DeviceArena(cuda, table.arena_device_mb << 20), tensors
+
+
 class RankServer:
     """gRPC server of one worker. `serve` runs it until SIGTERM or SIGINT; then it refuses all calls but the running
     one, waits up to `execution.GRACE_S` seconds for that to end, and stops.
@@ -67,10 +84,12 @@ class RankServer:
         self.name = name
         self.methods = registered_methods(type(worker))
         table = worker.table
-        self.store = TensorStore(table.arena_mb << 20, table.checksums)
-        self.fetcher = Fetcher(host_id(), create_readers(table.transports), self.store)
+        gpu = worker.gpu()
+        self._on_gpu = gpu is not None
+        self.store = TensorStore(table.arena_mb << 20, table.checksums, _device_arena(gpu, table))
+        self.fetcher = Fetcher(host_id(), create_readers(table.transports, on_gpu=self._on_gpu), self.store)
         self.worker.buckets, self.worker.fetcher = BucketBoard(self.store), self.fetcher
-        self.unavailable = unavailable()
+        self.unavailable = unavailable(on_gpu=self._on_gpu)
         self._hosts = host_addresses(table)
         self._stop = asyncio.Event()
         self._drained = asyncio.Event()
@@ -87,7 +106,7 @@ class RankServer:
         """
         self._tell_of_missing_transports()
         self.queue = CallQueue(self.worker, self.store, self.fetcher)
-        offered = served_transports(self.worker.table.transports)
+        offered = served_transports(self.worker.table.transports, on_gpu=self._on_gpu)
         self.sources = Sources(self.store, self._hosts.listen.strip("[]"), offered)
         try:
             classes = {each.path: each.access for some in self._services().values() for each in some.values()}
@@ -160,7 +179,10 @@ class RankServer:
             self.sources.adverts(),
         )
         self.store.endpoint = own
-        details = ranks.exchange(own, {"pid": os.getpid(), **self.worker.device()})
+        device_arena = self.store.stat().device_arena_bytes
+        details = ranks.exchange(
+            own, {"pid": os.getpid(), "device_arena_bytes": device_arena, **self.worker.device()}
+        )
         check_reachable(ranks.endpoints, self._hosts.listen)
         self._warn_of_plain_collectives()
         infos = []

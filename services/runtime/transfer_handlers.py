@@ -9,6 +9,7 @@ from typing import Any
 from nccl_transfer.bucket_board import BucketBoard
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.wire import from_proto, to_proto
+from nccl_transfer.spill import spill_response
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transfer_service import mark_corrupt_response, stat_response
 from rlhf.errors import Refused
@@ -18,7 +19,7 @@ from services.runtime.sessions import Sessions
 
 
 class TransferHandlers:
-    """Handlers of TakeRelayed, TakeBucket, Put, Stat and MarkCorrupt.
+    """Handlers of TakeRelayed, TakeBucket, Put, Spill, Stat and MarkCorrupt.
 
     Args:
         store: Store of the rank's rows.
@@ -48,6 +49,7 @@ class TransferHandlers:
             "TakeRelayed": self._take_relayed,
             "TakeBucket": self._take_bucket,
             "Put": self._put,
+            "Spill": self._spill,
             "Stat": self._stat,
             "MarkCorrupt": self._mark_corrupt,
         }
@@ -65,6 +67,9 @@ class TransferHandlers:
         batch, lease = from_proto(request.batch), Lease(request.session, request.step)
         stored = await asyncio.to_thread(self._store.put_batch, batch, lease)
         return transfer_pb2.PutResponse(batch=to_proto(stored))
+
+    async def _spill(self, request: Any, context: Any) -> transfer_pb2.SpillResponse:
+        return await spill_response(self._store, request, timeout_s(context))
 
     async def _stat(self, request: Any, context: Any) -> transfer_pb2.StatResponse:
         return stat_response(

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import numpy as np
 
 from nccl_transfer.bucket_board import BucketBoard
+from nccl_transfer.devices.cuda import Cuda
+from nccl_transfer.devices.tensors import DeviceTensors
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.rows import FetchedRows, Values
 from rlhf.contract import Method, group_methods
@@ -71,7 +73,7 @@ class CallRows:
 
     Attributes:
         fetched: The fetched rows; `fetched.values` has, by column, a numpy array [rows, ...], a `Jagged` numpy array,
-            or a list of strings.
+            or a list of strings; of columns in `Worker.on_device` that lie on a GPU, a `DeviceArray` or a `Jagged` one.
         numbers: Number of each row in the call's whole batch over all ranks, [rows] int64.
     """
 
@@ -191,6 +193,9 @@ class Worker:
     """Names of further roles whose methods this worker also has; calls of all roles share one order."""
     is_frozen: ClassVar[bool] = False
     """Whether no call changes what later calls return, so that several sessions may share the service at a time."""
+    on_device: ClassVar[frozenset[str]] = frozenset()
+    """Names of columns that methods read on the GPU: fetched ones that lie on a GPU stay on one, as `DeviceArray`.
+    Their tensors must not be modified. Default: none; all columns come to host memory."""
     writes_to_rows: ClassVar[bool] = False
     """Whether arrays fetched from other ranks must be writable (see `Fetcher.fetch`). Arrays that are sent in the
     request message itself are read-only in any case."""
@@ -244,6 +249,11 @@ class Worker:
     def device(self) -> dict[str, str]:
         """Returns the fields `device` and `device_uuid` of RankInfo, by name. Default: "cpu" and ""."""
         return {"device": "cpu", "device_uuid": ""}
+
+    def gpu(self) -> tuple[Cuda, DeviceTensors] | None:
+        """Returns this rank's GPU and its tensors, for the arena in which columns stay on the GPU. Called once, after
+        the worker is built. Default: None; the rank computes on the CPU, and uses no CUDA."""
+        return None
 
     def device_memory(self) -> int:
         """Returns the bytes that are allocated on this rank's GPU now; 0 on a CPU. Default: 0."""

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from nccl_transfer.refs.wire_ranks import mesh_to_proto
+from nccl_transfer.store.stat import StoreStat
 from nccl_transfer.store.store import TensorStore
 from rlhf.access import Access
 from rlhf.contract import Method
@@ -149,7 +150,7 @@ class WorkerHandlers:
             device_memory_bytes=self._worker.device_memory(),
             arena_bytes=self._store.stat().used_bytes,
             policy_version=self._worker.policy_version,
-            gauges=self._worker.gauges(),
+            gauges={**self._worker.gauges(), **_device_gauges(self._store.stat())},
         )
         if call is not None:
             status.method, status.call_id = call.method.name, call.call_id
@@ -199,6 +200,17 @@ class WorkerHandlers:
                 f"{error.strerror}: {error.filename}" if error.strerror else str(error)
             ) from error
         return worker_pb2.AwaitCheckpointResponse(files=files)
+
+
+def _device_gauges(stat: StoreStat) -> dict[str, float]:
+    """Returns the figures of the arena on a rank's GPU, if it has one, by name."""
+    if not stat.device_arena_bytes:
+        return {}
+    return {
+        "arena_device_bytes": stat.device_arena_bytes,
+        "arena_device_used_bytes": stat.device_used_bytes,
+        "host_copied_bytes": stat.host_copied_bytes,
+    }
 
 
 def checkpoint_files(directory: Path, paths: Iterable[Path]) -> list[worker_pb2.CheckpointFile]:

@@ -79,7 +79,7 @@ def predict(use: ModelUse, rows: RowSizes) -> dict[StageName, Footprint]:
 
 def predict_rank(use: ModelUse, rows: RowSizes, stage: int) -> dict[StageName, Footprint]:
     """Returns the footprint of the ranks of one pipeline stage, in each stage of a run."""
-    idle = idle_parts(use, stage)
+    idle = {**idle_parts(use, stage), "arena": use.device_arena_bytes}
     arena = {"arena": use.arena_bytes}
     held = trained_numel(use, stage) * 3 * FLOAT32
     offloaded = _offloaded(use)

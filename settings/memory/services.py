@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from rlhf.errors import ConfigError
 from settings import meshes
@@ -47,6 +48,11 @@ def service_use(table: ServiceTable, *, on_gpu: bool, truncates: bool = False) -
             raise NotPredicted(f"role {table.role} is a plug-in")
 
 
+def _computed(dtype: str, on_gpu: bool) -> Literal["float32", "bfloat16"]:
+    """Returns the type that a service computes in, where its table says `dtype`."""
+    return "bfloat16" if dtype == "bfloat16" or (dtype == "auto" and on_gpu) else "float32"
+
+
 def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
     """Returns the use of a reward model: whole on every rank unless it is sharded, and sharded by fsdp beside it
     where it learns."""
@@ -56,14 +62,20 @@ def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
         _shape(table.model_directory, "score"),
         engine="whole" if table.optimizer is None and not table.sharded else "fsdp",
         mesh=(1, 1, table.ranks),
-        dtype=table.dtype,
+        dtype=_computed(table.dtype, on_gpu),
         learns=table.optimizer is not None,
         packing=False,
         micro_batch_tokens=table.micro_batch_tokens,
         scores_with_copy=table.optimizer is not None and not table.sharded,
         on_gpu=on_gpu,
         arena_bytes=table.arena_mb << 20,
+        device_arena_bytes=_device_arena_bytes(table, on_gpu),
     )
+
+
+def _device_arena_bytes(table: ServiceTable, on_gpu: bool) -> int:
+    """Returns the bytes of a rank's arena on its GPU; 0 where there is none."""
+    return table.arena_device_mb << 20 if on_gpu and not table.checksums else 0
 
 
 def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
@@ -78,7 +90,7 @@ def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
         shards_over_data=table.shards_over_data,
         zero_stage=table.zero.stage,
         offload_optimizer=table.zero.offload_optimizer,
-        dtype=table.dtype,
+        dtype=_computed(table.dtype, on_gpu),
         learns=table.keeps_state,
         adapters=None
         if lora is None
@@ -89,6 +101,7 @@ def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
         rollout=_rollout_use(table, truncates) if isinstance(table, ActorTable) else None,
         on_gpu=on_gpu,
         arena_bytes=table.arena_mb << 20,
+        device_arena_bytes=_device_arena_bytes(table, on_gpu),
     )
 
 

@@ -81,6 +81,7 @@ class ModelUse:
         scores_with_copy: Whether each rank also has a whole copy of the model (a reward that learns).
         on_gpu: Whether ranks compute on GPUs; host memory is then other memory.
         arena_bytes: Bytes of a rank's arena, `arena_mb`, in host memory.
+        device_arena_bytes: Bytes of its arena on the GPU, `arena_device_mb`.
     """
 
     shape: ModelShape
@@ -99,6 +100,7 @@ class ModelUse:
     scores_with_copy: bool = False
     on_gpu: bool = True
     arena_bytes: int = 64 << 20
+    device_arena_bytes: int = 0
 
     @property
     def ranks(self) -> int:

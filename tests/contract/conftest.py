@@ -3,7 +3,9 @@
 from contract.transport_fixtures import (  # noqa: F401
     big_peer,
     checked_peer,
+    devices,
     fetcher,
+    gpus,
     in_use,
     make,
     memfd,

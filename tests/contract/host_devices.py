@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from nccl_transfer.devices.cuda import Cuda, Event, address
 from nccl_transfer.transports.gpu.communicator import (
     UNIQUE_ID_BYTES,
     Communicator,
@@ -25,7 +26,6 @@ from nccl_transfer.transports.gpu.communicator import (
     Message,
     Nccl,
 )
-from nccl_transfer.transports.gpu.device import Cuda, Event, address
 from rlhf.errors import TransferError
 
 HANDLE_BYTES = 64
@@ -116,7 +116,7 @@ class HostCuda(Cuda):
         if len(data):
             ctypes.memmove(pointer, address(data), len(data))
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
+    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
         ctypes.memmove(target, source, nbytes)
 
     def copy_out(self, data: memoryview, pointer: int) -> None:
@@ -141,13 +141,19 @@ class HostEvent(Event):
     def __init__(self, block: _Block, close: Callable[[], None]) -> None:
         self._block = block
         self._close = close
-        self.handle = block.handle
 
-    def record(self) -> None:
+    @property
+    def handle(self) -> bytes:
+        return self._block.handle
+
+    def record(self, stream: int | None = None) -> None:
         _COUNT.pack_into(self._block.memory, 0, self.recorded + 1)
 
-    def wait(self) -> None:
+    def wait(self, stream: int | None = None) -> None:
         assert self.recorded > 0, "an event that was never recorded orders nothing"
+
+    def done(self) -> bool:
+        return True
 
     @property
     def recorded(self) -> int:

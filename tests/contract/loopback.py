@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nccl_transfer.devices.cuda import Cuda, Event
 from nccl_transfer.transports.gpu.communicator import Communicator, CommunicatorError, Message, Nccl
-from nccl_transfer.transports.gpu.device import Cuda, Event
 from rlhf.errors import OutOfSpace
 
 JOIN_S = 10.0
@@ -20,12 +20,14 @@ class CountedCuda(Cuda):
     Attributes:
         cuda: The GPU itself.
         used: Bytes that were allocated and not freed.
+        mallocs: Number of allocations so far.
     """
 
     def __init__(self, cuda: Cuda, capacity: int = 4 << 30) -> None:
         self.uuid = cuda.uuid
         self.capacity = capacity
         self.cuda = cuda
+        self.mallocs = 0
         self._sizes: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -38,6 +40,7 @@ class CountedCuda(Cuda):
         with self._lock:
             if sum(self._sizes.values()) + nbytes > self.capacity:
                 raise OutOfSpace(f"the GPU has no {nbytes} bytes left")
+            self.mallocs += 1
             pointer = self.cuda.malloc(nbytes)
             self._sizes[pointer] = nbytes
             return pointer
@@ -59,8 +62,8 @@ class CountedCuda(Cuda):
     def copy_in(self, pointer: int, data: memoryview) -> None:
         self.cuda.copy_in(pointer, data)
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        self.cuda.copy(target, source, nbytes)
+    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
+        self.cuda.copy(target, source, nbytes, stream)
 
     def copy_out(self, data: memoryview, pointer: int) -> None:
         self.cuda.copy_out(data, pointer)

@@ -33,10 +33,10 @@ from contract.peer_process import PausingPeerProcess, run_reader
 from contract.transport_fixtures import fetcher, in_use
 from contract.transport_helpers import Make, making
 from contract.transport_peer import PausingPeer, PausingStore
+from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.testing.peer_process import EPOCH, PeerProcess
 from nccl_transfer.testing.transports.rows import wait_until
 from nccl_transfer.transports.gpu.communicator import Nccl
-from nccl_transfer.transports.gpu.device import Cuda
 
 ANSWER_S = 20.0
 DIES_WITH_ITSELF = "a rank of nccl that sends to itself dies with itself"

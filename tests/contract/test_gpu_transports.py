@@ -12,8 +12,6 @@ import pytest
 
 from contract.host_devices import HostCuda, HostNccl
 from contract.transport_helpers import two_columns
-from nccl_transfer.refs.ranges import ByteRange
-from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.testing.peer_process import MIB
 from nccl_transfer.testing.transports.rows import assert_same_bits, fetch, random_array, wait_until
@@ -136,23 +134,6 @@ def test_a_gpu_without_room_is_an_error_and_the_next_transfer_works(transport, i
     gpu.capacity = 4 << 30
     peer.ask("limit_device", mib=4 << 10)
     assert_same_bits(fetch(fetcher, batch)["x"], array)
-
-
-@BETWEEN_GPUS
-def test_bytes_can_stay_on_the_gpu(make, transport, peer):
-    array = random_array("uint8", (1, 5 * MIB + 7))
-    column = peer.put(array)["x"]
-    assert isinstance(column, RemoteColumn)
-    between = make(transport)
-    assert isinstance(between, CudaIpcReader | NcclReader)
-    ranges = [ByteRange(column.shards[0], 0, 9), ByteRange(column.shards[0], 9, array.nbytes - 9)]
-    buffer = between.receive(peer.endpoint, ranges, time.monotonic() + 20)
-    got = bytearray(buffer.nbytes)
-    between._cuda.copy_out(memoryview(got), buffer.pointer)
-    assert got[:9] == array.tobytes()[:9]
-    assert got[64 : 64 + array.nbytes - 9] == array.tobytes()[9:]
-    buffer.free()
-    between.close()
 
 
 @BETWEEN_GPUS

@@ -200,7 +200,7 @@ def test_with_certificates_rows_are_sent_by_nccl_only_where_the_config_names_it(
     monkeypatch.setattr("nccl_transfer.transports.gpu.nccl.why_no_nccl", lambda: None)
 
     def served() -> list[str]:
-        return [transport.name for transport in served_transports(wanted)]
+        return [transport.name for transport in served_transports(wanted, on_gpu=True)]
 
     assert "nccl" in served()
     with adopted(load_security(certificates)):

@@ -12,11 +12,13 @@ from contract.host_devices import HostCuda, HostNccl
 from contract.loopback import CountedCuda
 from contract.peer_process import GPU, READERS_GPU, PausingPeerProcess, run_reader
 from contract.transport_helpers import Make, making
+from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.registry import create_readers
 from nccl_transfer.testing.peer_process import PeerProcess
 from nccl_transfer.transports import host_id
+from nccl_transfer.transports.gpu.communicator import Nccl
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
 from nccl_transfer.transports.gpu.nccl import NcclReader
 
@@ -24,8 +26,20 @@ TRANSPORTS = ["memfd", "cuda_ipc", "nccl", "tcp", "grpc"]
 
 
 @pytest.fixture(scope="module")
-def shared_peer(tmp_path_factory) -> Iterator[PeerProcess]:
-    peer = PausingPeerProcess(tmp_path_factory.mktemp("peer"), arena_mib=80)
+def devices() -> str:
+    """Kind of the GPUs of all processes, as for `transport_peer`."""
+    return "host"
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Callable[[str], tuple[Nccl, Cuda]]:
+    """Returns NCCL and a GPU of this process for readers of a transport."""
+    return lambda name: (HostNccl(), HostCuda(READERS_GPU if name == "nccl" else GPU))
+
+
+@pytest.fixture(scope="module")
+def shared_peer(tmp_path_factory, devices) -> Iterator[PeerProcess]:
+    peer = PausingPeerProcess(tmp_path_factory.mktemp("peer"), arena_mib=80, devices=devices)
     yield peer
     peer.close()
 
@@ -38,9 +52,9 @@ def peer(shared_peer) -> Iterator[PeerProcess]:
 
 
 @pytest.fixture
-def mortal_peer(tmp_path) -> Iterator[PeerProcess]:
+def mortal_peer(tmp_path, devices) -> Iterator[PeerProcess]:
     """A peer that a test may stop or kill."""
-    peer = PausingPeerProcess(tmp_path)
+    peer = PausingPeerProcess(tmp_path, devices=devices)
     yield peer
     peer.kill()
     peer.close()
@@ -53,14 +67,14 @@ def other_peer(mortal_peer) -> PeerProcess:
 
 
 @pytest.fixture
-def new_peer(tmp_path) -> Callable[[], PeerProcess]:
+def new_peer(tmp_path, devices) -> Callable[[], PeerProcess]:
     """Starts peers."""
-    return lambda: PausingPeerProcess(tmp_path)
+    return lambda: PausingPeerProcess(tmp_path, devices=devices)
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    yield from making(lambda name: (HostNccl(), HostCuda(READERS_GPU if name == "nccl" else GPU)))
+def make(gpus) -> Iterator[Make]:
+    yield from making(gpus)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -115,9 +129,9 @@ def in_use(transport, make) -> Iterator[tuple[Fetcher, CountedCuda]]:
 
 
 @pytest.fixture
-def start_reader() -> Callable[[str, Batch, float], subprocess.Popen[bytes]]:
+def start_reader(devices) -> Callable[[str, Batch, float], subprocess.Popen[bytes]]:
     """Starts a process that fetches a batch."""
-    return partial(run_reader, "host")
+    return partial(run_reader, devices)
 
 
 @pytest.fixture(scope="module")

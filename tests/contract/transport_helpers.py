@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import grpc
 
 from contract.loopback import CountedCuda
+from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.registry import create_readers
 from nccl_transfer.testing.peer_process import MIB, PeerProcess
@@ -16,7 +17,6 @@ from nccl_transfer.testing.transports.rows import random_array, wait_until
 from nccl_transfer.transports import Reader
 from nccl_transfer.transports.gpu.communicator import Nccl
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcReader
-from nccl_transfer.transports.gpu.device import Cuda
 from nccl_transfer.transports.gpu.nccl import NcclReader
 from rlhf.v1 import transfer_pb2, transfer_pb2_grpc
 

@@ -2,8 +2,8 @@
 of a transfer.
 
 Usage: `python -m contract.transport_peer ARENA_MIB EPOCH CHECKSUMS DEVICES UUID`. DEVICES is `host` for the host
-implementation of a GPU and NCCL, `gpu` for those of this machine; UUID overrides the UUID of the GPU in the advert of
-nccl, unless empty. The rest is as for `nccl_transfer.testing.peer`.
+implementation of a GPU and NCCL, `fake` for those over the fake of cupy, `gpu` for those of this machine; UUID
+overrides the UUID of the GPU in the advert of nccl, unless empty. The rest is as for `nccl_transfer.testing.peer`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import fake_cupy
 import grpc
+import numpy as np
 
 from contract.host_devices import HostCuda, HostNccl
+from contract.host_tensors import HostTensor, HostTensors
 from contract.loopback import CountedCuda
-from nccl_transfer.store.store import TensorStore
-from nccl_transfer.testing.peer import Peer, say, serve
+from nccl_transfer.devices.cuda import Event
+from nccl_transfer.devices.cupy_cuda import own_cuda
+from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.wire import to_proto
+from nccl_transfer.store.device_arena import DeviceArena
+from nccl_transfer.store.device_shards import DeviceShards
+from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.testing.peer import SESSION, Peer, say, serve
 from nccl_transfer.transports.base import Handler, Transport
 from nccl_transfer.transports.gpu import cuda_ipc_source
 from nccl_transfer.transports.gpu.communicator import (
@@ -33,7 +43,6 @@ from nccl_transfer.transports.gpu.communicator import (
     why_no_nccl,
 )
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
-from nccl_transfer.transports.gpu.device import Event, own_cuda
 from nccl_transfer.transports.gpu.nccl import NcclTransport
 from nccl_transfer.transports.gpu.nccl_source import ADVERT, NcclSource
 from nccl_transfer.transports.grpc_stream import GrpcSource, GrpcTransport
@@ -268,6 +277,36 @@ class PausingPeer(Peer):
         self.cuda.capacity = mib << 20
         return {}
 
+    def lend_device(self, mib):
+        """Makes an arena on the GPU, if there is none."""
+        self.store.device = self.store.device or DeviceShards(
+            DeviceArena(self.cuda, mib << 20), HostTensors(self.cuda.cuda), self.store
+        )
+        return {}
+
+    def put_device(self, step, columns):
+        """Stores columns on the GPU, as `put` does in host memory."""
+        device, stored = self.store.device, {}
+        assert device is not None
+        for name, column in columns.items():
+            tensor: Any = HostTensor(np.load(column["path"]), column["dtype"])
+            lengths = column["lengths"]
+            values = tensor if lengths is None else Jagged(tensor, np.array(lengths, np.int64))
+            stored[name] = device.put_column(values, Lease(SESSION, step))
+        rows = next(iter(stored.values())).rows
+        return {"batch": to_proto(Batch(rows, stored)).SerializeToString().hex()}
+
+    def mallocs(self):
+        return {"times": self.cuda.mallocs}
+
+    def device_stat(self):
+        if self.store.device is not None:
+            self.store.device.arena.settle()
+        stat = self.store.stat()
+        return {
+            "used": stat.device_used_bytes, "spilled": stat.spilled_bytes, "copied": stat.host_copied_bytes
+        }  # fmt: skip
+
     def device_used(self):
         return {"bytes": self.cuda.used}
 
@@ -327,6 +366,8 @@ class PausingPeer(Peer):
 def devices_of(name: str) -> tuple[CountedCuda, Nccl | None]:
     if name == "host":
         return CountedCuda(HostCuda(GPU)), HostNccl()
+    if name == "fake":
+        fake_cupy.install(fake_cupy.UUIDS.index(GPU))
     return CountedCuda(own_cuda()), own_nccl() if why_no_nccl() is None else None
 
 

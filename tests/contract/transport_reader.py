@@ -7,6 +7,7 @@ of the batch in hexadecimal digits.
 import sys
 import time
 
+from contract.fake_gpus import fake_gpus
 from contract.host_devices import HostCuda, HostNccl
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.wire import from_proto
@@ -18,7 +19,10 @@ from rlhf.v1 import common_pb2
 
 _, devices, name, batch, within_s = sys.argv
 if devices == "gpu":
-    transport = create_readers([name])[0]
+    transport = create_readers([name], on_gpu=True)[0]
+elif devices == "fake":
+    nccl, cuda = fake_gpus(name)
+    transport = CudaIpcReader(cuda) if name == "cuda_ipc" else NcclReader(nccl, cuda)
 elif name == "cuda_ipc":
     transport = CudaIpcReader(HostCuda("GPU-of-the-peer"))
 else:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from nccl_transfer.devices.cupy_cuda import why_no_cuda
 from nccl_transfer.transports.gpu.communicator import why_no_nccl
-from nccl_transfer.transports.gpu.device import why_no_cuda
 
 
 @pytest.fixture(scope="session")
@@ -12,7 +12,7 @@ def cuda():
     reason = why_no_cuda()
     if reason is not None:
         pytest.fail(f"`-m gpu` asks for a GPU: {reason}")
-    from nccl_transfer.transports.gpu.device import own_cuda
+    from nccl_transfer.devices.cupy_cuda import own_cuda
 
     return own_cuda()
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from nccl_transfer.devices.cuda import DeviceBuffer
 from nccl_transfer.refs.dtypes import ITEM_BYTES
 from nccl_transfer.transports.gpu.communicator import Communicator, CommunicatorError, Message
-from nccl_transfer.transports.gpu.device import DeviceBuffer
 from rlhf.errors import OutOfSpace
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +66,7 @@ def test_another_process_opens_memory_and_event_by_their_handles(cuda):
     cuda.copy_in(buffer.pointer, data)
     event.record()
     code = (
-        "import hashlib, sys; from nccl_transfer.transports.gpu.device import own_cuda; cuda = own_cuda();"
+        "import hashlib, sys; from nccl_transfer.devices.cupy_cuda import own_cuda; cuda = own_cuda();"
         "event = cuda.open_event(bytes.fromhex(sys.argv[2])); event.wait();"
         "pointer = cuda.open(bytes.fromhex(sys.argv[1])); data = bytearray(1 << 20);"
         "cuda.copy_out(memoryview(data), pointer); cuda.close(pointer); sys.stdout.buffer.write(data)"

@@ -35,9 +35,9 @@ CALL = {
     *(f"rollout/{name}" for name in ("CommitWeights", "GenerateSequences", "LoadWeights")),
     *(f"worker/{name}" for name in ("BeginSession", "Cancel", "DescribeWeights", "Dispatch", "EndSession", "Introduce",
                                     "Offload", "Onload", "Release", "SendWeights", "Synchronize", "VerifyWeights")),
-    *(f"transfer/{name}" for name in ("Fetch", "MarkCorrupt", "Put", "TakeBucket", "TakeRelayed")),
+    *(f"transfer/{name}" for name in ("Fetch", "MarkCorrupt", "Put", "Spill", "TakeBucket", "TakeRelayed")),
     *(f"nccl/{name}" for name in ("Abort", "Attach", "Commit", "Prepare")),
-    *(f"cuda_ipc/{name}" for name in ("OpenStaging", "Stage")),
+    *(f"cuda_ipc/{name}" for name in ("OpenArena", "OpenStaging", "Stage")),
 }  # fmt: skip
 
 

@@ -16,16 +16,18 @@ import torch
 import torch.distributed as dist
 from check_extras import findings
 
-from nccl_transfer.transports.gpu.device import INSTALL_HINT
+from nccl_transfer.devices.cupy_cuda import INSTALL_HINT
 from rlhf.errors import ConfigError
 from services.engines.agreement import new_directory
 from services.engines.fsdp.engine import FSDPEngine
+from services.engines.implementation import compute_dtype
 from services.engines.offloader import Offloader
 from services.roles.weight_check import WeightCheck
 from services.runtime import gpus, main
 from services.runtime.ranks import Ranks
 from services.runtime.rounds import make_group
 from services.runtime.worker import Worker
+from settings.critic import CriticTable
 from settings.service import ServiceTable
 
 FITTING = {"torch": "2.13.0", "cupy-cuda13x": "14.2.0", "nvidia-nccl-cu13": "2.29.7"}
@@ -282,6 +284,18 @@ def test_engines_on_gpus_agree_in_host_memory(
     WeightCheck().verify([])
     assert devices
     assert set(devices) == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sees_gpu", "expected"),
+    [("auto", True, torch.bfloat16), ("auto", False, torch.float32), ("float32", True, torch.float32)],
+)
+def test_the_type_of_computation_follows_from_the_device(
+    dtype: str, sees_gpu: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
+    table = {"role": "critic", "address": "127.0.0.1:1", "model": "model", "dtype": dtype}
+    assert compute_dtype(CriticTable.model_validate(table)) == expected
 
 
 def test_the_hint_to_install_for_a_gpu_has_the_commands_of_the_docs() -> None:

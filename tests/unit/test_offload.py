@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from services.engines import offload, sharded
+from services.engines import offload
 from services.engines.offload import OffloadedStorage, bring_back, copy_to_host
+from services.engines.snapshots import in_host_memory
 
 GPU = torch.device("cuda", 1)
 
@@ -82,14 +83,14 @@ def test_a_copy_that_fails_leaves_the_storage_freed(events: list[str]):
     assert events == ["resize 64", "resize 0"]
 
 
-def test_a_snapshot_waits_once(events: list[str]):
+def test_copies_of_a_checkpoint_are_waited_for_once(events: list[str]):
     class Tensor(Storage):
         shape, dtype, is_cuda = (4, 4), torch.float32, True
 
         def detach(self) -> Tensor:
             return self
 
-    sharded._in_host_memory(cast(Any, {name: Tensor(events, GPU) for name in "ab"}))
+    in_host_memory(cast(Any, {name: Tensor(events, GPU) for name in "ab"}))
     assert events == ["pinned", "enqueue", "pinned", "enqueue", "wait for cuda:1"]
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 from nccl_transfer.refs.columns import Jagged
 from services.engines.base import EngineOffloaded
 from services.models.families import load_causal_lm
+from services.rollout import sampling as rollout_sampling
 from services.rollout.base import Generation, GenerationStopped, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import draw, log_distribution, row_seeds, uniforms
@@ -267,6 +268,31 @@ def test_top_k_keeps_the_k_most_probable():
     kept = log_distribution(logits, SamplingOptions(max_new_tokens=1, top_k=2)).exp()
     expected = torch.tensor([3.0, 2.0]).softmax(dim=0)
     torch.testing.assert_close(kept, torch.tensor([[0, expected[0], expected[1], 0]]))
+
+
+def sorted_whole(log_probs_BV: Tensor, top_p: float) -> Tensor:
+    """The tokens that top-p keeps, by a sort of whole rows."""
+    sorted_BV, order_BV = log_probs_BV.sort(dim=-1, descending=True, stable=True)
+    probs_BV = sorted_BV.double().exp()
+    before_BV = probs_BV.cumsum(dim=-1) - probs_BV
+    return torch.zeros_like(order_BV, dtype=torch.bool).scatter(1, order_BV, before_BV < top_p)
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.9, 0.999, 1 - 1e-9])
+@pytest.mark.parametrize("steps", [0, 2, 30], ids=["no ties", "many ties", "some ties"])
+def test_top_p_finds_among_the_most_probable_tokens_what_a_sort_of_all_finds(
+    top_p: float, steps: int, monkeypatch: pytest.MonkeyPatch
+):
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(12, 700, generator=generator) * torch.logspace(-2, 1.5, 12)[:, None]
+    logits = (logits * steps).round() / steps if steps else logits
+    logits[3, 5] = torch.nan
+    logits[4, 20:] = -torch.inf
+    log_probs = logits.log_softmax(dim=-1)
+    for num_candidates in (1, 16, 100, 700, 1024):
+        monkeypatch.setattr(rollout_sampling, "_CANDIDATES", num_candidates)
+        kept = rollout_sampling._nucleus(log_probs, top_p)
+        assert torch.equal(kept, sorted_whole(log_probs, top_p)), num_candidates
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store import arena
-from nccl_transfer.store.arena import ALIGNMENT, COPIED_BYTES, FreeList
+from nccl_transfer.store.arena import ALIGNMENT, COPIED_BYTES
+from nccl_transfer.store.free_list import FreeList
 from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.errors import OutOfSpace, Refused, TransferError
 

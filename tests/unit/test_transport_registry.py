@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 
 from nccl_transfer import registry
+from nccl_transfer.devices.cupy_cuda import why_no_cuda
 from nccl_transfer.transports import Reader
 from nccl_transfer.transports.base import HOST_TO_DEVICE
-from nccl_transfer.transports.gpu.device import why_no_cuda
 from nccl_transfer.transports.tcp import TcpReader, TcpTransport
 from rlhf import plugins
 from rlhf.errors import ConfigError

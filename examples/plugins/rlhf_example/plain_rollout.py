@@ -13,6 +13,7 @@ from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from rlhf_example.engines import PlainOptions
 from services.engines.generation_shards import GenerationShards
+from services.engines.implementation import compute_dtype
 from services.models.families import load_causal_lm
 from services.rollout.base import FinishReason, Generation, Meter, RolloutEngine, SamplingOptions, check_names
 from services.rollout.sampling import choose, uniforms
@@ -43,7 +44,7 @@ class PlainRollout(RolloutEngine):
         mesh: Mesh,
         device: torch.device,
     ) -> Self:
-        model: Any = load_causal_lm(table.model, getattr(torch, table.dtype))
+        model: Any = load_causal_lm(table.model, compute_dtype(table))
         return cls(model.to(device), options.rows_at_once)
 
     @torch.no_grad()
@@ -85,9 +86,7 @@ class PlainRollout(RolloutEngine):
             if not running:
                 break
         responses = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
-        return Generation(
-            self._jagged(responses, torch.int64), self._jagged(log_probs, torch.float32), reasons
-        )
+        return Generation(_jagged(responses, torch.int64), _jagged(log_probs, torch.float32), reasons)
 
     def _next_logits(self, rows: list[list[int]]) -> Tensor:
         """Returns the logits [B, V] of each row's next token. Rows are padded on the right, where causal attention
@@ -100,10 +99,6 @@ class PlainRollout(RolloutEngine):
             logits_BTV = self._model(input_ids=ids_BT, use_cache=False).logits
             logits += [logits_TV[len(row) - 1] for row, logits_TV in zip(part, logits_BTV, strict=True)]
         return torch.stack(logits)
-
-    def _jagged(self, rows: list[list[Any]], dtype: torch.dtype) -> Jagged[Tensor]:
-        values = torch.tensor([x for row in rows for x in row], dtype=dtype, device=self._device)
-        return Jagged(values, np.array([len(row) for row in rows], dtype=np.int64))
 
     def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         return should_stop
@@ -118,3 +113,8 @@ class PlainRollout(RolloutEngine):
         """Moves the weights; returns their bytes, or 0 on a CPU, where they stay where they are."""
         self._model.to(device)
         return 0 if self._device.type == "cpu" else sum(x.nbytes for x in self._model.parameters())
+
+
+def _jagged(rows: list[list[Any]], dtype: torch.dtype) -> Jagged[Tensor]:
+    values = torch.tensor([x for row in rows for x in row], dtype=dtype)
+    return Jagged(values, np.array([len(row) for row in rows], dtype=np.int64))

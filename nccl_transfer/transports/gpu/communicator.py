@@ -10,15 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from nccl_transfer.transports.gpu.device import (
-    INSTALL_HINT,
-    CupyCuda,
-    CupyEvent,
-    Event,
-    cupy,
-    own_cuda,
-    why_no_cuda,
-)
+from nccl_transfer.devices.cuda import Event
+from nccl_transfer.devices.cupy_cuda import INSTALL_HINT, CupyCuda, CupyEvent, cupy, own_cuda, why_no_cuda
 
 UNIQUE_ID_BYTES = 128
 

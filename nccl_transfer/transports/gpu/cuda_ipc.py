@@ -1,5 +1,5 @@
-"""The cuda_ipc transport, between processes on the same GPU: the source shares staging memory, and the reader copies
-from it.
+"""The cuda_ipc transport, between processes on the same GPU. Rows on the GPU are read from the source's arena there
+(see `arena_reads`). For rows in host memory the source shares staging memory, and the reader copies from it.
 
 Staging memory is divided into slots. The reader chooses the slot that the source fills next, so that it never
 overwrites bytes that it still needs; with two slots the source fills one while the reader copies from the other. A
@@ -22,18 +22,30 @@ from typing import Any
 import grpc
 import numpy as np
 
+from nccl_transfer.devices.cuda import Cuda, Event, check_uuid
+from nccl_transfer.devices.cupy_cuda import own_cuda, why_no_cuda
 from nccl_transfer.refs.ranges import ByteRange, cut_chunks
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.base import HOST_TO_DEVICE, HOST_TO_HOST, Reader, Reading, Transport
+from nccl_transfer.transports.base import (
+    DEVICE_TO_DEVICE,
+    HOST_TO_HOST,
+    DeviceMemory,
+    Reader,
+    Reading,
+    Transport,
+)
 from nccl_transfer.transports.common import layout, remaining_s
+from nccl_transfer.transports.gpu.arena_reads import ArenaClient
 from nccl_transfer.transports.gpu.cuda_ipc_source import GENERATION, HEADER_BYTES, SLOT_BYTES, CudaIpcSource
-from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, Event, check_uuid, own_cuda, why_no_cuda
 from nccl_transfer.transports.gpu.liveness import LivenessStream, liveness_channel, wait_for_answer
 from nccl_transfer.transports.gpu.peer_connection import PeerConnection, PeerConnections, attaching
+from nccl_transfer.transports.memfd import MemfdReader
 from rlhf.errors import TransferError
 from rlhf.v1 import cuda_ipc_pb2 as pb
 from rlhf.v1.cuda_ipc_pb2_grpc import CudaIpcServiceStub
+
+ROUTES = frozenset({HOST_TO_HOST, DEVICE_TO_DEVICE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +67,8 @@ def cut_slots(ranges: Sequence[ByteRange], slot_bytes: int) -> Iterator[list[_Pi
 
 
 class CudaIpcReader(Reader):
-    """Reads from a source on the same GPU, through staging memory that the source shares by CUDA IPC.
+    """Reads from a source on the same GPU, from memory that the source shares by CUDA IPC: its arena, and staging
+    memory for rows in host memory.
 
     Args:
         cuda: The GPU.
@@ -63,10 +76,13 @@ class CudaIpcReader(Reader):
     """
 
     name = "cuda_ipc"
+    routes = ROUTES
 
     def __init__(self, cuda: Cuda, channel: Callable[[str], grpc.Channel] = liveness_channel) -> None:
         self._cuda = cuda
         self._clients = PeerConnections(partial(StagingClient, self._cuda), channel)
+        self._headers = MemfdReader()
+        self._arenas = PeerConnections(partial(ArenaClient, self._cuda, self._headers), channel)
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
         advert = source.adverts.get(self.name)
@@ -89,24 +105,25 @@ class CudaIpcReader(Reader):
         self._clients.to(source).read(source, ranges, copy_out, deadline)
         return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
 
-    def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
-        buffer = DeviceBuffer(self._cuda, layout(r.nbytes for r in ranges)[1])
-
-        def copy(target: int, pointer: int, nbytes: int) -> None:
-            self._cuda.copy(buffer.pointer + target, pointer, nbytes)
-
-        try:
-            self._clients.to(source).read(source, ranges, copy, deadline)
-        except BaseException:
-            buffer.free()
-            raise
-        return buffer
+    def receive(
+        self,
+        source: Endpoint,
+        ranges: Sequence[ByteRange],
+        memory: DeviceMemory,
+        offsets: Sequence[int],
+        deadline: float,
+    ) -> None:
+        self._arenas.to(source).receive(source, ranges, memory, offsets, deadline)
 
     def forget(self, source: Endpoint) -> None:
         self._clients.forget(source)
+        self._arenas.forget(source)
+        self._headers.forget(source)
 
     def close(self) -> None:
+        self._arenas.close()
         self._clients.close()
+        self._headers.close()
 
 
 class _MappedStaging:
@@ -262,7 +279,8 @@ class CudaIpcTransport(Transport):
     """
 
     name = CudaIpcReader.name
-    routes = frozenset({HOST_TO_HOST, HOST_TO_DEVICE})
+    routes = ROUTES
+    needs_gpu = True
     is_secure = True
 
     def __init__(self, cuda: Cuda | None = None, slot_bytes: int = SLOT_BYTES) -> None:
@@ -273,7 +291,8 @@ class CudaIpcTransport(Transport):
         return why_no_cuda()
 
     def source(self, store: TensorStore, host: str) -> CudaIpcSource:
-        return CudaIpcSource(store, self._cuda or own_cuda(), self._slot_bytes)
+        cuda = self._cuda or (store.device.arena.cuda if store.device is not None else own_cuda())
+        return CudaIpcSource(store, cuda, self._slot_bytes)
 
     def reader(self) -> CudaIpcReader:
         return CudaIpcReader(self._cuda or own_cuda())

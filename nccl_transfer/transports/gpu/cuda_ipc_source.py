@@ -7,10 +7,11 @@ import struct
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from nccl_transfer.devices.cuda import Cuda, DeviceBuffer, Event
+from nccl_transfer.store.device_arena import DeviceArena
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import Handler, Source
 from nccl_transfer.transports.common import check_epoch
-from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, Event
 from rlhf.errors import InvalidRequest, Refused
 from rlhf.v1 import cuda_ipc_pb2 as pb
 
@@ -31,6 +32,11 @@ class _StagingMemory:
         self.ended = asyncio.Event()
         self.memory = DeviceBuffer(cuda, SLOTS * (HEADER_BYTES + slot_bytes))
         self.events: list[Event] = [cuda.event() for _ in range(SLOTS)]
+        self.lent = pb.OpenStagingResponse(
+            memory_handle=cuda.share(self.memory.pointer),
+            event_handles=[event.handle for event in self.events],
+            slot_bytes=slot_bytes,
+        )
         self._cuda = cuda
         self._newest = [0] * SLOTS
         self._worker = ThreadPoolExecutor(1, "staging")
@@ -80,6 +86,15 @@ class _StagingMemory:
             event.close()
 
 
+def _handles(arena: DeviceArena) -> pb.OpenArenaResponse:
+    """Returns the handles by which another process opens an arena."""
+    return pb.OpenArenaResponse(
+        memory_handle=arena.cuda.share(arena.pointer),
+        nbytes=arena.nbytes,
+        event_handles=[event.handle for event in arena.ready],
+    )
+
+
 class CudaIpcSource(Source):
     """Handlers of the RPCs by which a rank sends its shards by CUDA IPC. They run in the event loop and copy in one
     thread per reader.
@@ -97,6 +112,7 @@ class CudaIpcSource(Source):
         self._cuda = cuda
         self._slot_bytes = slot_bytes
         self._stagings: dict[str, _StagingMemory] = {}
+        self._closed = asyncio.Event()
 
     def advert(self) -> bytes:
         """Returns the UUID of the GPU."""
@@ -104,9 +120,39 @@ class CudaIpcSource(Source):
 
     def handlers(self) -> Mapping[str, Handler]:
         return {
+            "OpenArena": lambda request, _: self.open_arena(request),
             "OpenStaging": lambda request, _: self.open_staging(request),
             "Stage": lambda request, _: self.stage(request),
         }
+
+    async def open_arena(self, request: pb.OpenArenaRequest) -> AsyncIterator[pb.OpenArenaResponse]:
+        """Handles the OpenArena RPC: yields the handles of the store's arena on the GPU, and stays open until the
+        source is closed or the reader leaves.
+
+        Raises:
+            Refused: The request is for another epoch of the service, the reader is on another GPU, or the store has
+                no arena on its GPU.
+        """
+        check_epoch(self._store, request.epoch)
+        self._check_gpu(request.device_uuid)
+        if self._store.device is None:
+            raise Refused("this rank has no arena on its GPU: its arena_device_mb is 0")
+        yield await asyncio.to_thread(_handles, self._store.device.arena)
+        await self._closed.wait()
+
+    async def _make_staging(self) -> _StagingMemory:
+        """Allocates staging memory on a thread; frees it if this is cancelled meanwhile."""
+        making = asyncio.ensure_future(asyncio.to_thread(_StagingMemory, self._cuda, self._slot_bytes))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(lambda made: made.exception() or made.result().end())
+            raise
+
+    def _check_gpu(self, uuid: str) -> None:
+        """Raises Refused if a reader is on another GPU."""
+        if uuid != self._cuda.uuid:
+            raise Refused(f"the reader is on {uuid}, this rank on {self._cuda.uuid}")
 
     async def open_staging(self, request: pb.OpenStagingRequest) -> AsyncIterator[pb.OpenStagingResponse]:
         """Handles the OpenStaging RPC: allocates staging memory for the reader, and frees it when the stream ends.
@@ -117,19 +163,14 @@ class CudaIpcSource(Source):
             OutOfSpace: The GPU has too little free memory.
         """
         check_epoch(self._store, request.epoch)
-        if request.device_uuid != self._cuda.uuid:
-            raise Refused(f"the reader is on {request.device_uuid}, this rank on {self._cuda.uuid}")
-        staging = _StagingMemory(self._cuda, self._slot_bytes)
+        self._check_gpu(request.device_uuid)
+        staging = await self._make_staging()
         before = self._stagings.get(request.reader)
         if before is not None:
             before.end()
         self._stagings[request.reader] = staging
         try:
-            yield pb.OpenStagingResponse(
-                memory_handle=self._cuda.share(staging.memory.pointer),
-                event_handles=[event.handle for event in staging.events],
-                slot_bytes=self._slot_bytes,
-            )
+            yield staging.lent
             await staging.ended.wait()
         finally:
             staging.end()
@@ -155,6 +196,8 @@ class CudaIpcSource(Source):
         return pb.StageResponse(generation=request.generation)
 
     def close(self) -> None:
-        """Frees the staging memory of all readers."""
+        """Ends all streams, and frees the staging memory of all readers."""
+        self._closed.set()
+        self._closed = asyncio.Event()
         for staging in self._stagings.values():
             staging.end()

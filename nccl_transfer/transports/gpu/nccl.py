@@ -1,9 +1,10 @@
 """The nccl transport, between two GPUs: a source sends and a reader receives in NCCL groups, under a transaction.
 
 The reader calls the source's RPCs. Attach creates a communicator of the two. Prepare sends the manifest to the
-source, which responds once the bytes are staged on its GPU. Commit then makes both sides enqueue their NCCL group.
-Any failure except a refused Prepare, a missed deadline included, aborts the communicator on both sides, because NCCL
-would wait forever. The next transfer creates a new communicator, with the next communicator epoch.
+source, which responds once shards on its GPU are pinned, and those in host memory staged on its GPU. Commit then
+makes both sides enqueue their NCCL group. Any failure except a refused Prepare, a missed deadline included, aborts
+the communicator on both sides, because NCCL would wait forever. The next transfer creates a new communicator, with
+the next communicator epoch.
 """
 
 from __future__ import annotations
@@ -14,10 +15,20 @@ from functools import partial
 import grpc
 import numpy as np
 
+from nccl_transfer.devices.cuda import Cuda, check_uuid
+from nccl_transfer.devices.cupy_cuda import own_cuda
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.base import HOST_TO_DEVICE, HOST_TO_HOST, Reader, Reading, Transport
+from nccl_transfer.transports.base import (
+    DEVICE_TO_DEVICE,
+    HOST_TO_DEVICE,
+    HOST_TO_HOST,
+    DeviceMemory,
+    Reader,
+    Reading,
+    Transport,
+)
 from nccl_transfer.transports.common import layout
 from nccl_transfer.transports.gpu.communicator import (
     Nccl,
@@ -25,11 +36,12 @@ from nccl_transfer.transports.gpu.communicator import (
     version_text,
     why_no_nccl,
 )
-from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer, check_uuid, own_cuda
 from nccl_transfer.transports.gpu.liveness import liveness_channel
 from nccl_transfer.transports.gpu.nccl_client import NcclClient
 from nccl_transfer.transports.gpu.nccl_source import ADVERT, NcclSource
 from nccl_transfer.transports.gpu.peer_connection import PeerConnections
+
+ROUTES = frozenset({HOST_TO_HOST, HOST_TO_DEVICE, DEVICE_TO_DEVICE})
 
 
 class NcclReader(Reader):
@@ -41,6 +53,7 @@ class NcclReader(Reader):
     """
 
     name = "nccl"
+    routes = ROUTES
 
     def __init__(
         self,
@@ -69,17 +82,20 @@ class NcclReader(Reader):
         check_uuid(advert[ADVERT.size :])
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
-        buffer = self.receive(source, ranges, deadline)
-        data = np.empty(buffer.nbytes, np.uint8).data
-        try:
-            self._cuda.copy_out(data, buffer.pointer)
-        finally:
-            buffer.free()
-        offsets, _ = layout(r.nbytes for r in ranges)
+        offsets, total = layout(r.nbytes for r in ranges)
+        data = np.empty(total, np.uint8).data
+        self._clients.to(source).read(source, ranges, offsets, data, deadline)
         return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
 
-    def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
-        return self._clients.to(source).receive(source, ranges, deadline)
+    def receive(
+        self,
+        source: Endpoint,
+        ranges: Sequence[ByteRange],
+        memory: DeviceMemory,
+        offsets: Sequence[int],
+        deadline: float,
+    ) -> None:
+        self._clients.to(source).receive(source, ranges, memory, offsets, deadline)
 
     def forget(self, source: Endpoint) -> None:
         self._clients.forget(source)
@@ -97,7 +113,8 @@ class NcclTransport(Transport):
     """
 
     name = NcclReader.name
-    routes = frozenset({HOST_TO_HOST, HOST_TO_DEVICE})
+    routes = ROUTES
+    needs_gpu = True
 
     def __init__(self, nccl: Nccl | None = None, cuda: Cuda | None = None) -> None:
         self._nccl = nccl
@@ -107,7 +124,8 @@ class NcclTransport(Transport):
         return why_no_nccl()
 
     def source(self, store: TensorStore, host: str) -> NcclSource:
-        return NcclSource(store, self._nccl or own_nccl(), self._cuda or own_cuda())
+        cuda = self._cuda or (store.device.arena.cuda if store.device is not None else own_cuda())
+        return NcclSource(store, self._nccl or own_nccl(), cuda)
 
     def reader(self) -> NcclReader:
         return NcclReader(self._nccl or own_nccl(), self._cuda or own_cuda())

@@ -3,103 +3,40 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TypeVar
 
 import grpc
 
+from nccl_transfer.devices.cuda import Cuda, DeviceBuffer
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint
-from nccl_transfer.transports.common import layout, remaining_s
+from nccl_transfer.transports.base import DeviceMemory
+from nccl_transfer.transports.common import remaining_s
 from nccl_transfer.transports.gpu.communicator import (
     READER,
     SOURCE,
-    Communicator,
     CommunicatorError,
     Message,
     Nccl,
-    abort_in_background,
 )
-from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer
 from nccl_transfer.transports.gpu.liveness import LivenessStream, wait_for_answer
 from nccl_transfer.transports.gpu.manifest import manifest_item
+from nccl_transfer.transports.gpu.nccl_reader_session import NcclReaderSession
 from nccl_transfer.transports.gpu.peer_connection import PeerConnection, attaching
 from nccl_transfer.transports.gpu.transaction import Phase, Transaction
 from rlhf.errors import (
     DeadlineExceeded,
     RlhfError,
     ServiceLost,
-    TransferError,
     from_rpc_error,
 )
 from rlhf.v1 import nccl_pb2 as pb
 from rlhf.v1.nccl_pb2_grpc import NcclServiceStub
 
-T = TypeVar("T")
-
-CAUSE_WAIT_S = 0.5
-"""Seconds to wait, after a communicator failed, for the end of the liveness stream, which tells that the source
-died."""
-
 ABORT_S = 1.0
 """Timeout of an Abort call in seconds; without it the source aborts by itself, at its own deadline."""
-
-
-class NcclReaderSession:
-    """The reader's side of a communicator with one source, and the thread that calls NCCL.
-
-    Args:
-        epoch: Communicator epoch, the number of the communicator.
-        liveness: Stream of the Attach call.
-    """
-
-    def __init__(self, epoch: int, liveness: LivenessStream) -> None:
-        self.epoch = epoch
-        self.liveness = liveness
-        self._joined: Future[Communicator] | None = None
-        self._worker = ThreadPoolExecutor(1, "nccl")
-
-    @property
-    def communicator(self) -> Communicator:
-        """The communicator that `join` has created; `join` must have returned."""
-        assert self._joined is not None
-        return self._joined.result()
-
-    def join(self, join: Callable[[], Communicator], deadline: float, where: str) -> None:
-        """Creates the communicator: calls `join` in the session's thread and waits until the source has joined too.
-
-        Raises:
-            TransferError: The communicator could not be created here. Other errors as raised by `LivenessStream.wait`,
-                that of a source which could not create it among them.
-        """
-        self._joined = self.submit(join)
-        self.liveness.wait(self._joined.done, deadline, where)
-        try:
-            self._joined.result()
-        except CommunicatorError as error:
-            raise self.explain(error, where) from error
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Submits `work` to the session's thread; returns its future, which never completes if NCCL blocks."""
-        return self._worker.submit(work)
-
-    def explain(self, error: CommunicatorError, where: str) -> RlhfError:
-        """Returns the error to raise for a failed communicator: the error with which the liveness stream ends within
-        CAUSE_WAIT_S seconds, else a TransferError with the text of `error`. Blocks for that time."""
-        return self.liveness.end_cause(where, CAUSE_WAIT_S) or TransferError(f"{where}: {error}")
-
-    def end(self, free: Callable[[], None] = lambda: None) -> None:
-        """Aborts the communicator in the background and then calls `free`. Cancels the liveness stream, upon which
-        the source aborts its side."""
-        if self._joined is not None:
-            # At once, or as soon as the communicator exists.
-            self._joined.add_done_callback(lambda joined: abort_in_background(joined, free))
-        else:
-            free()
-        self.liveness.cancel()
-        self._worker.shutdown(wait=False, cancel_futures=True)
 
 
 class NcclClient(PeerConnection[NcclServiceStub]):
@@ -112,26 +49,81 @@ class NcclClient(PeerConnection[NcclServiceStub]):
         self._reader = uuid.uuid4().hex
         self._epoch = 0  # of the newest communicator
         self._session: NcclReaderSession | None = None
+        self._buffer: DeviceBuffer | None = None
 
-    def receive(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> DeviceBuffer:
-        """Waits for earlier transfers from the source, then reads into a new buffer in this rank's GPU and returns it;
-        arguments, result and errors are those of `NcclReader.receive`."""
+    def receive(
+        self,
+        source: Endpoint,
+        ranges: Sequence[ByteRange],
+        memory: DeviceMemory,
+        offsets: Sequence[int],
+        deadline: float,
+    ) -> None:
+        """Waits for earlier transfers from the source, then reads into memory of this rank's GPU; arguments and errors
+        are those of `NcclReader.receive`."""
+        with self._session_for(source, deadline, memory.free) as (session, plan):
+            self._transfer(source, session, plan, ranges, memory, offsets, deadline)
+
+    def read(
+        self,
+        source: Endpoint,
+        ranges: Sequence[ByteRange],
+        offsets: Sequence[int],
+        data: memoryview,
+        deadline: float,
+    ) -> None:
+        """Reads into `data`, in host memory, by a buffer on this rank's GPU that is kept between reads; arguments and
+        errors are those of `NcclReader.receive`."""
+        with self._session_for(source, deadline) as (session, plan):
+            if self._buffer is None or self._buffer.nbytes < len(data):
+                self._free_buffer()
+                self._buffer = DeviceBuffer(self._cuda, len(data))
+            try:
+                self._transfer(source, session, plan, ranges, self._buffer, offsets, deadline)
+            except BaseException:
+                self._buffer = None  # the transfer has freed it, or will
+                raise
+            self._cuda.copy_out(data, self._buffer.pointer)
+
+    @contextmanager
+    def _session_for(
+        self, source: Endpoint, deadline: float, free: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[NcclReaderSession, str]]:
+        """Context manager that yields a session with the source and the id of a plan, while no other transfer uses the
+        connection. Calls `free` where there is no session."""
         plan = uuid.uuid4().hex[:12]
-        with self.turn(source, f"{source}: plan {plan}, queue", deadline):
-            session = self._open_session(source, f"{source}: plan {plan}, attach", deadline)
-            buffer = DeviceBuffer(self._cuda, layout(r.nbytes for r in ranges)[1])
-            self._transfer(source, session, Transaction(plan, session.epoch), ranges, buffer, deadline)
-            return buffer
+        with ExitStack() as turn:
+            try:
+                turn.enter_context(self.turn(source, f"{source}: plan {plan}, queue", deadline))
+                session = self._open_session(source, f"{source}: plan {plan}, attach", deadline)
+            except BaseException:
+                free()
+                raise
+            yield session, plan
+
+    def _free_buffer(self) -> None:
+        if self._buffer is not None:
+            self._buffer.free()
+        self._buffer = None
 
     @property
     def liveness(self) -> LivenessStream | None:
         return self._session.liveness if self._session is not None else None
 
     def end(self, free: Callable[[], None] = lambda: None) -> None:
-        """Ends the session, if any. `free` is called once its communicator is aborted, to free the memory that it
-        used."""
+        """Ends the session, if any. Frees the buffer, and calls `free` to free other memory that the session used, once
+        its communicator is aborted."""
+        buffer, self._buffer = self._buffer, None
+
+        def free_all() -> None:
+            free()
+            if buffer is not None:
+                buffer.free()
+
         if self._session is not None:
-            self._session.end(free)
+            self._session.end(free_all)
+        else:
+            free_all()
         self._session = None
 
     def _open_session(self, source: Endpoint, where: str, deadline: float) -> NcclReaderSession:
@@ -158,7 +150,9 @@ class NcclClient(PeerConnection[NcclServiceStub]):
             unique_id=unique_id,
             nccl_version=self._nccl.version,
         )
-        session = NcclReaderSession(self._epoch, LivenessStream(self.stub.Attach(request), self.closed))
+        session = NcclReaderSession(
+            self._epoch, LivenessStream(self.stub.Attach(request), self.closed), self._cuda
+        )
         try:
             session.liveness.first(deadline, where)
             session.join(lambda: self._nccl.join(unique_id, READER, 2), deadline, where)
@@ -171,14 +165,15 @@ class NcclClient(PeerConnection[NcclServiceStub]):
         self,
         source: Endpoint,
         session: NcclReaderSession,
-        transaction: Transaction,
+        plan: str,
         ranges: Sequence[ByteRange],
-        buffer: DeviceBuffer,
+        memory: DeviceMemory,
+        offsets: Sequence[int],
         deadline: float,
     ) -> None:
-        offsets, _ = layout(r.nbytes for r in ranges)
+        transaction = Transaction(plan, session.epoch)
         places = zip(offsets, ranges, strict=True)
-        receives = [Message(SOURCE, buffer.pointer + offset, r.nbytes) for offset, r in places]
+        receives = [Message(SOURCE, memory.pointer + offset, r.nbytes) for offset, r in places]
         place = f"{source}: plan {transaction.plan}"
         try:
             self._prepare(source, session, transaction, ranges, deadline, f"{place}, prepare")
@@ -190,9 +185,9 @@ class NcclClient(PeerConnection[NcclServiceStub]):
             was_refused = transaction.phase is Phase.IDLE and _is_answer(error)
             transaction.abort(str(error))
             if was_refused:
-                buffer.free()
+                memory.free()
             else:
-                self._abort_transfer(transaction, buffer)
+                self._abort_transfer(transaction, memory)
             raise
 
     def _prepare(
@@ -230,7 +225,7 @@ class NcclClient(PeerConnection[NcclServiceStub]):
             reader=self._reader, plan=transaction.plan, communicator_epoch=session.epoch
         )
         commit, communicator = self.stub.Commit.future(request), session.communicator
-        entered = session.submit(partial(communicator.group, [], receives))
+        entered = session.submit(partial(session.enter, receives))
 
         def received() -> bool:
             if commit.done():
@@ -247,9 +242,9 @@ class NcclClient(PeerConnection[NcclServiceStub]):
             raise from_rpc_error(error, where) from error
         wait_for_answer(commit, session.liveness, deadline, where)
 
-    def _abort_transfer(self, transaction: Transaction, buffer: DeviceBuffer) -> None:
+    def _abort_transfer(self, transaction: Transaction, memory: DeviceMemory) -> None:
         """Aborts the session without waiting for the source, which learns of it by the Abort call, the end of the
-        liveness stream or its own deadline. Frees `buffer` once the communicator is aborted."""
+        liveness stream or its own deadline. Frees `memory` once the communicator is aborted."""
         request = pb.AbortRequest(
             reader=self._reader,
             plan=transaction.plan,
@@ -257,7 +252,7 @@ class NcclClient(PeerConnection[NcclServiceStub]):
             reason=transaction.reason,
         )
         self.stub.Abort.future(request, timeout=ABORT_S)
-        self.end(buffer.free)
+        self.end(memory.free)
 
 
 def _is_answer(error: BaseException) -> bool:

@@ -2,162 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import struct
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import AsyncIterator, Mapping
 
+from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import Handler, Source
-from nccl_transfer.transports.common import check_epoch, layout
+from nccl_transfer.transports.common import check_epoch
 from nccl_transfer.transports.gpu.communicator import (
-    READER,
     SOURCE,
-    Communicator,
-    CommunicatorError,
-    Message,
     Nccl,
-    abort_in_background,
     version_text,
 )
-from nccl_transfer.transports.gpu.device import Cuda, DeviceBuffer
 from nccl_transfer.transports.gpu.manifest import check_manifest
-from nccl_transfer.transports.gpu.transaction import Phase, Transaction
-from rlhf.errors import Refused, TransferError
+from nccl_transfer.transports.gpu.nccl_session import NcclSession
+from nccl_transfer.transports.gpu.transaction import Transaction
+from rlhf.errors import Refused
 from rlhf.v1 import nccl_pb2 as pb
 
 ADVERT = struct.Struct("<I")
 """Start of the advert: version of NCCL, as NCCL encodes it (22703 for 2.27.3). The UUID of the GPU follows."""
-
-SEND_PAUSE_S = 1e-4
-"""Pause between two polls of a send, in seconds."""
-
-GRACE_S = 0.25
-"""Seconds from the deadline of a transfer, at which the reader aborts it, to the source's own abort. If both aborted
-at the deadline, the reader could report the source's abort as the cause."""
-
-
-class NcclSession:
-    """The source's side of a communicator with one reader: the thread that calls NCCL, and the current transaction.
-
-    Methods are called from the event loop, except those whose docstrings say that they run in the session's thread.
-
-    Args:
-        epoch: Communicator epoch, the number of the communicator.
-        cuda: The GPU on which bytes are staged.
-        join: Joins the communicator; called in the session's thread.
-
-    Attributes:
-        transaction: The current or last transaction; None before the first.
-        ended: Set when the session has ended.
-    """
-
-    def __init__(self, epoch: int, cuda: Cuda, join: Callable[[], Communicator]) -> None:
-        self.epoch = epoch
-        self.transaction: Transaction | None = None
-        self.ended = asyncio.Event()
-        self._cuda = cuda
-        self._produced = cuda.event()
-        self._worker = ThreadPoolExecutor(1, "nccl-source")
-        self._joined: Future[Communicator] = self._worker.submit(join)
-        self._buffer: DeviceBuffer | None = None
-        self._sends: list[Message] = []
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that are staged on the GPU."""
-        return sum(message.nbytes for message in self._sends)
-
-    async def join(self) -> None:
-        """Waits until the communicator has been created or the session has ended.
-
-        Raises:
-            TransferError: The communicator could not be created.
-        """
-        ended = asyncio.ensure_future(self.ended.wait())
-        joined = asyncio.wrap_future(self._joined)
-        try:
-            await asyncio.wait((joined, ended), return_when=asyncio.FIRST_COMPLETED)
-            if joined.done() and (error := joined.exception()) is not None:
-                raise TransferError(f"the communicator could not be created: {error}") from error
-        finally:
-            ended.cancel()
-
-    def begin(self, transaction: Transaction, within_s: float) -> None:
-        """Begins a transaction. If it is not finished within `within_s` + GRACE_S seconds, the session ends."""
-        self.transaction = transaction
-        self._timer = asyncio.get_running_loop().call_later(within_s + GRACE_S, self._expire)
-
-    def finish(self) -> None:
-        """Stops the transaction's timer and has the session's thread free the staged bytes, without waiting for it.
-        The communicator stays usable."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if not self.ended.is_set():
-            self._worker.submit(self._free)
-
-    def _expire(self) -> None:
-        """Ends the session: its transaction was not finished by its deadline."""
-        logging.warning("%s was not done by its deadline, and is aborted", self.transaction)
-        self.end("it was not done by its deadline")
-
-    async def run(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Runs `work(*arguments)` in the session's thread and waits for it.
-
-        Raises:
-            Refused: The session has ended.
-            TransferError: The communicator failed, or was aborted. Other errors of `work` are passed on.
-        """
-        if self.ended.is_set():
-            raise Refused(f"{self.transaction}: the communicator has ended")
-        try:
-            await asyncio.wrap_future(self._worker.submit(work, *arguments))
-        except CommunicatorError as error:
-            raise TransferError(f"{self.transaction}: {error}") from error
-
-    def stage(self, store: TensorStore, items: Sequence[pb.ManifestItem]) -> None:
-        """Copies the items of a manifest from the store to the GPU. Runs in the session's thread. Raises OutOfSpace,
-        CommunicatorError, or an error of `TensorStore.copy`."""
-        self._joined.result()
-        offsets, total = layout(item.range.nbytes for item in items)
-        self._buffer = buffer = DeviceBuffer(self._cuda, total)
-        self._sends = []
-        for offset, item in zip(offsets, items, strict=True):
-            r, pointer = item.range, buffer.pointer + offset
-            store.copy(r.shard, r.start, r.nbytes, lambda data, to=pointer: self._cuda.copy_in(to, data))
-            self._sends.append(Message(READER, pointer, r.nbytes))
-        self._produced.record()
-
-    def send(self) -> None:
-        """Sends the staged bytes; blocks until they are sent or the session has ended. Runs in the session's
-        thread."""
-        communicator = self._joined.result()
-        communicator.wait(self._produced)
-        communicator.group(self._sends, [])
-        while not self.ended.is_set() and not communicator.done():
-            time.sleep(SEND_PAUSE_S)
-
-    def _free(self) -> None:
-        """Frees the staged bytes. Runs in the session's thread."""
-        if self._buffer is not None:
-            self._buffer.free()
-        self._buffer, self._sends = None, []
-
-    def end(self, reason: str) -> None:
-        """Aborts the transaction and the communicator, and frees their resources. Idempotent."""
-        if self.ended.is_set():
-            return
-        self.finish()
-        self.ended.set()
-        if self.transaction is not None and self.transaction.phase is not Phase.DONE:
-            self.transaction.abort(reason)
-        self._joined.add_done_callback(abort_in_background)
-        self._worker.submit(self._produced.close)
-        self._worker.shutdown(wait=False)
 
 
 class NcclSource(Source):

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from nccl_transfer.refs.mesh import Mesh
 from services.compute import matmul
 from services.compute.heads import Head, dummy_head
-from services.compute.microbatch import MicroBatch, dummy_micro_batch
+from services.compute.microbatch import MicroBatch, dummy_micro_batch, to_device
 from services.engines.agreement import all_or_none
 from services.engines.base import EngineSetup, HeldTensor, LossFn, OptimizerOptions
 from services.engines.collectives import max_over_ranks, stop_together
@@ -161,7 +161,7 @@ class ThreeDParallelEngine(ShardedEngine):
         with self._sharding.computing():
             for first in range(0, max_over_ranks(len(padded)), per_round):
                 stop_together(should_stop())
-                ours = [each.to(self.device) for each in padded[first : first + per_round]]
+                ours = to_device(padded[first : first + per_round], self.device)
                 results = run_forward(self._stage, self._groups, ours, read, self._hidden_template)
                 for micro_batch, output in zip(ours, results, strict=True):
                     if micro_batch.is_dummy:
@@ -219,7 +219,7 @@ class ThreeDParallelEngine(ShardedEngine):
                     return loss
             return dummy_head(raw, micro_batch) * 0
 
-        padded = [each.to(self.device) for each in self._pad_with_dummies(micro_batches)]
+        padded = to_device(self._pad_with_dummies(micro_batches), self.device)
         with self._sharding.computing():
             run_forward_backward(self._stage, self._groups, padded, loss_head, self._hidden_template)
         with all_or_none("the loss"):

@@ -1,0 +1,134 @@
+"""Memory for the copy of an engine's state that an update goes back to if it fails."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.engines.offload import wait_for_copies
+
+_ALIGNMENT = 64
+
+
+class SnapshotMemory:
+    """Keeps copies of tensors: on their device where it has room for them, else in pinned host memory that is allocated
+    once, to which a stream of its own copies while the device computes on.
+
+    Args:
+        device: Device of the rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._resting = 0
+        self._largest_step: int | None = None
+        self._pinned: Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._in_pinned: Callable[[], Copies | None] = lambda: None
+
+    def copy(self, state: Mapping[str, Tensor]) -> Copies:
+        """Returns copies of tensors by name. `wait` must precede work that changes the tensors or reads the copies.
+
+        They are made on the device if it has free memory for them and for the largest step so far besides, or for twice
+        as much before any step. Only one set of copies is in the preallocated host memory: while it lives, further ones
+        are in pinned memory of their own.
+        """
+        if self._device.type == "cpu":
+            return in_host_memory(state)
+        needed = sum(x.nbytes for x in state.values() if x.device == self._device)
+        beside = 2 * needed if self._largest_step is None else self._largest_step
+        if needed + beside <= free_bytes(self._device):
+            copies = Copies({name: x.detach().clone() for name, x in state.items()})
+        elif self._in_pinned() is None:
+            copies = self._to_pinned(state)
+            self._in_pinned = weakref.ref(copies)
+        else:
+            copies = in_host_memory(state)
+        self._resting = allocated_bytes(self._device)
+        return copies
+
+    def wait(self) -> None:
+        """Makes all work that is enqueued on the device from now on wait for the copies; the host does not wait."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def stepped(self) -> None:
+        """Notes the memory that a step has taken beside the state and its copy. Called after each step, also one that
+        has failed, as of memory that ran out."""
+        taken = peak_bytes(self._device) - self._resting
+        self._largest_step = max(taken, self._largest_step or 0)
+
+    def _to_pinned(self, state: Mapping[str, Tensor]) -> Copies:
+        """Copies tensors to the preallocated memory, on the copying stream; returns views of it. The first call
+        allocates it, for this state."""
+        sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in state.values()]
+        if self._pinned is None or self._pinned.nbytes < sum(sizes):
+            self._pinned = pinned(sum(sizes), self._device)
+            self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        places = self._pinned[: sum(sizes)].split(sizes)
+        copies = Copies(
+            (name, place[: x.nbytes].view(x.dtype).view(x.shape))
+            for (name, x), place in zip(state.items(), places, strict=True)
+        )
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            for name, x in state.items():
+                copies[name].copy_(x.detach(), non_blocking=True)
+        return copies
+
+
+class Copies(dict[str, Tensor]):
+    """Copies of tensors, by name; a dictionary to which there can be weak references."""
+
+    __slots__ = ("__weakref__",)
+
+
+def in_host_memory(state: Mapping[str, Tensor]) -> Copies:
+    """Returns copies of tensors in host memory, by name; pinned if they are on a GPU, since torch caches pinned memory
+    for the next copy."""
+    copies = Copies(
+        (name, torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x.detach(), non_blocking=True))
+        for name, x in state.items()
+    )
+    wait_for_copies(x.device for x in state.values())
+    return copies
+
+
+def pinned(num_bytes: int, device: torch.device) -> Tensor:
+    """Returns host memory, [num_bytes] uint8, pinned for a GPU: exactly so much, where torch's own allocator of pinned
+    memory rounds up to a power of two. Raises RuntimeError if it cannot be pinned."""
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if device.type == "cuda" and num_bytes:
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        # The view that is returned does not own the memory, so that it is unpinned before it is freed.
+        view = memory.view(-1)
+        weakref.finalize(view, lambda: runtime.cudaHostUnregister(memory.data_ptr()))
+        return view
+    return memory
+
+
+def free_bytes(device: torch.device) -> float:
+    """Returns the bytes that this process can still allocate on a device; inf for one that does not tell."""
+    if device.type != "cuda":
+        return math.inf
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Returns the bytes that this process has allocated on a GPU; 0 for any other device."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Returns the most bytes that this process had allocated on a GPU at a time since the peak was last reset; 0 for
+    any other device."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,79 @@
+"""The copy that an update goes back to: on the device where it has room, else in host memory that is allocated once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pretend_device import DEVICE, Log, pretending
+from torch import Tensor
+
+from services.engines import snapshots
+from services.engines.snapshots import SnapshotMemory
+
+NUM_BYTES = 4 * (1000 + 3)
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    with pretending() as log:
+        yield log
+
+
+def state() -> dict[str, Tensor]:
+    return {"weight.a": torch.arange(1000.0).to(DEVICE), "exp_avg.a": torch.ones(3).to(DEVICE)}
+
+
+def check(copies: dict[str, Tensor], device: str) -> None:
+    assert {x.device.type for x in copies.values()} == {device}
+    assert copies["weight.a"].tolist() == list(range(1000))
+    assert copies["exp_avg.a"].tolist() == [1.0] * 3
+
+
+def test_a_copy_stays_on_a_device_with_room_for_it_and_twice_as_much(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, kept = SnapshotMemory(DEVICE), state()
+    log.clear()
+    monkeypatch.setattr(snapshots, "free_bytes", lambda device: 3 * NUM_BYTES)
+    copies = memory.copy(kept)
+    assert log == Log()
+    kept["weight.a"].zero_()
+    check(copies, "pretend")
+    monkeypatch.setattr(snapshots, "free_bytes", lambda device: 3 * NUM_BYTES - 1)
+    check(memory.copy(state()), "cpu")
+
+
+def test_once_a_step_was_taken_its_memory_decides(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SnapshotMemory(DEVICE)
+    for taken, has_room in ((10, True), (700, False), (10, False)):  # the largest so far counts
+        monkeypatch.setattr(snapshots, "peak_bytes", lambda device, taken=taken: taken)
+        monkeypatch.setattr(snapshots, "free_bytes", lambda device: NUM_BYTES + 500)
+        memory.stepped()
+        check(memory.copy(state()), "pretend" if has_room else "cpu")
+
+
+def test_without_room_every_copy_goes_to_the_same_host_memory_one_at_a_time(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "free_bytes", lambda device: 0)
+    memory, addresses = SnapshotMemory(DEVICE), []
+    for _ in range(3):
+        copies = memory.copy(state())
+        check(copies, "cpu")
+        addresses.append(copies["weight.a"].data_ptr())
+        del copies
+        gc.collect()
+    assert len(set(addresses)) == 1
+    first = memory.copy(state())
+    second = memory.copy({name: x + 1 for name, x in state().items()})
+    check(first, "cpu")
+    assert second["exp_avg.a"].tolist() == [2.0] * 3
+
+
+def test_copies_of_a_cpu_are_memory_of_their_own() -> None:
+    memory, kept = SnapshotMemory(torch.device("cpu")), {"weight.a": torch.ones(3)}
+    first, second = memory.copy(kept), memory.copy(kept)
+    assert first["weight.a"].data_ptr() != second["weight.a"].data_ptr()
