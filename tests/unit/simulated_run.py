@@ -123,9 +123,7 @@ class SimulatedRanks:
     def _answer(self, method: Method, request: Any) -> Any:
         name, step = method.snake_name, request.call.step
         rows = wire.from_proto(request.batch) if method.takes_rows else Batch(0, {})
-        values = {
-            key: column.values for key, column in rows.columns.items() if isinstance(column, LocalColumn)
-        }
+        values = values_of(rows)
         entry = Entry(self.service, name, step, self.state[1])
         response = method.response()
         if name == "generate_sequences":
@@ -171,6 +169,10 @@ class SimulatedRanks:
         ids = values["response_ids"]
         made = np.concatenate([numbers(digest(self.state, row), len(row) // 8) for row in rows_of(ids)])
         return {column[name]: Jagged(-made.astype(np.float32), ids.lengths)}
+
+
+def values_of(rows: Batch) -> dict[str, Any]:
+    return {name: each.values for name, each in rows.columns.items() if isinstance(each, LocalColumn)}
 
 
 def bytes_of(values: Any) -> object:
