@@ -8,6 +8,7 @@ import asyncio
 import json
 import random
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,29 +44,36 @@ def numbers(seed: int, count: int) -> np.ndarray:
 
 @dataclass
 class Weather:
-    """What happens to calls: random delays, and a failure of the n-th call of all.
+    """What happens to calls: random delays, waits for another call, and a failure of the n-th call of all.
 
     Attributes:
         seed: Seed of the delays.
         longest_s: Longest delay of a call, in seconds.
         fails: Number of the call that fails; 0: none.
-        slow: Delay of each call in seconds, by "service.method".
+        after: For a call, "service.method", step and how many-th in the step, "service.method" and step of a call that
+            must begin before it ends; it fails where that does not begin within ten seconds.
     """
 
     seed: int = 0
     longest_s: float = 0.0
     fails: int = 0
-    slow: Mapping[str, float] = field(default_factory=dict)
+    after: Mapping[tuple[str, int, int], tuple[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._calls = 0
+        self._begun: Counter[tuple[str, int]] = Counter()
+        self._events: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
 
-    async def pass_over(self, call: str) -> None:
-        self._calls += 1
-        if self._calls == self.fails:
+    async def pass_over(self, call: str, step: int) -> None:
+        """A call of a step, which has begun, goes on after this."""
+        self._begun[call, step] += 1
+        self._events[call, step].set()
+        if self._begun.total() == self.fails:
             raise RlhfError(f"{call}: struck by lightning")
-        await asyncio.sleep(self.slow.get(call, 0.0) + self._random.uniform(0, self.longest_s))
+        await asyncio.sleep(self._random.uniform(0, self.longest_s))
+        if other := self.after.get((call, step, self._begun[call, step])):
+            async with asyncio.timeout(10):
+                await self._events[other].wait()
 
 
 @dataclass
@@ -105,8 +113,9 @@ class SimulatedRanks:
     ) -> list[Any]:
         was_sent()
         async with self._turn:
-            await self._weather.pass_over(f"{self.service}.{method.snake_name}")
-            return [self._answer(method, method.request.FromString(requests[0]))]
+            request = method.request.FromString(requests[0])
+            await self._weather.pass_over(f"{self.service}.{method.snake_name}", request.call.step)
+            return [self._answer(method, request)]
 
     async def cancel(self, call_id: str) -> list[Any]:
         return []
@@ -114,9 +123,7 @@ class SimulatedRanks:
     def _answer(self, method: Method, request: Any) -> Any:
         name, step = method.snake_name, request.call.step
         rows = wire.from_proto(request.batch) if method.takes_rows else Batch(0, {})
-        values: dict[str, Any] = {
-            key: column.values for key, column in rows.columns.items() if isinstance(column, LocalColumn)
-        }
+        values = values_of(rows)
         entry = Entry(self.service, name, step, self.state[1])
         response = method.response()
         if name == "generate_sequences":
@@ -162,6 +169,10 @@ class SimulatedRanks:
         ids = values["response_ids"]
         made = np.concatenate([numbers(digest(self.state, row), len(row) // 8) for row in rows_of(ids)])
         return {column[name]: Jagged(-made.astype(np.float32), ids.lengths)}
+
+
+def values_of(rows: Batch) -> dict[str, Any]:
+    return {name: each.values for name, each in rows.columns.items() if isinstance(each, LocalColumn)}
 
 
 def bytes_of(values: Any) -> object:

@@ -92,33 +92,15 @@ def test_generation_is_ahead_of_the_updates_and_what_learns_is_not(tmp_path: Pat
     assert critic == [(step, each) for step in (1, 2, 3) for each in ("compute_values", "update_critic")]
 
 
-def spans(run: Simulation, method: str) -> dict[int, tuple[float, float]]:
-    """First start and end of a method in each step."""
-    found: dict[int, tuple[float, float]] = {}
-    for step, record in run.notes.records:
-        if record.method == method:
-            found.setdefault(step, (record.started_s, record.ended_s))
-    return found
-
-
 def test_a_slow_reward_runs_beside_the_update_of_the_step_before(tmp_path: Path) -> None:
-    weather = Weather(slow={"reward.compute_reward": 0.1, "actor.update_actor": 0.1})
-    run = simulate(tmp_path, "grpo", "run.ahead=1", "run.evaluate_every=0", weather=weather)
-    scored, updated = spans(run, "compute_reward"), spans(run, "update_actor")
-    for step in range(2, 6):
-        together = min(scored[step][1], updated[step - 1][1]) - max(scored[step][0], updated[step - 1][0])
-        assert together > 0.03, f"step {step}"
+    scored, updated = "reward.compute_reward", "actor.update_actor"
+    weather = Weather(after={(scored, step, 1): (updated, step - 1) for step in range(2, 6)})
+    check_rows(simulate(tmp_path, "grpo", "run.ahead=1", "run.evaluate_every=0", weather=weather), 1)
 
 
 def test_an_evaluation_holds_up_no_generation(tmp_path: Path) -> None:
-    weather = Weather(slow={"reward.compute_reward": 0.3})
-    run = simulate(tmp_path, "grpo", "run.ahead=1", "run.steps=4", weather=weather)
-    check_rows(run, 1)
-    evaluated = max(i for i, each in enumerate(run.log) if each.service == "reward" and each.step == 2)
-    generated = min(
-        i for i, each in enumerate(run.log) if each.method == "generate_sequences" and each.step == 4
-    )
-    assert generated < evaluated
+    weather = Weather(after={("reward.compute_reward", 2, 2): ("actor.generate_sequences", 4)})
+    check_rows(simulate(tmp_path, "grpo", "run.ahead=1", "run.steps=4", weather=weather), 1)
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "dapo", "safe_rlhf"])
