@@ -50,6 +50,7 @@ WITHOUT_TORCH = [
     "client.rank",
     "controller.api",
     "controller.cli",
+    "controller.mapping.cli",
     "controller.training.run",
     "controller.algorithms.ppo",
     "controller.algorithms.safe_rlhf",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import uvloop
 from chaos.moving import moved, place_of
 from chaos.shots import Service, Shot, Shots
 from google.rpc import status_pb2
@@ -224,6 +225,19 @@ class Fuzzer:
         }
         path.write_text(json.dumps(told))
         return path
+
+
+def send(services: Sequence[Service], seed: int, directory: Path, first: int, count: int) -> Results:
+    """Sends calls and returns how they ended; arguments as for `Fuzzer` and `Fuzzer.run`. For a process of its own,
+    with which its connections end: gRPC's client was seen to keep some after their channel was closed, until the next
+    one was opened."""
+
+    async def run() -> Results:
+        async with Fuzzer(services, seed, directory, at_once=96) as fuzzer:
+            await fuzzer.run(count, first)
+            return fuzzer.results
+
+    return uvloop.run(run())
 
 
 def dispatched(response: bytes) -> Answer:

@@ -168,11 +168,6 @@ class Target:
         self.cluster.close()
 
 
-@pytest.fixture(params=[True, False], ids=["second buffer", "in place"])
-def second_buffer(request: pytest.FixtureRequest) -> bool:
-    return request.param
-
-
 @pytest.fixture
 def target(second_buffer: bool, tmp_path: Path) -> Iterator[Target]:
     processes, made = Processes(), None
@@ -201,7 +196,13 @@ def strike(pid: int, delay_s: float, stop_s: float | None) -> threading.Thread:
 
 
 @pytest.mark.parametrize(
-    ("stops", "kills"), [(4, 1), pytest.param(40, 10, marks=FULL)], ids=["a few", "many"]
+    ("second_buffer", "stops", "kills"),
+    [
+        pytest.param(True, 3, 1, id="second buffer"),
+        pytest.param(False, 3, 1, id="in place", marks=FULL),
+        pytest.param(True, 40, 10, id="second buffer, often", marks=FULL),
+        pytest.param(False, 40, 10, id="in place, often", marks=FULL),
+    ],
 )
 def test_it_serves_one_whole_version_or_refuses(
     target: Target, second_buffer: bool, stops: int, kills: int
