@@ -115,7 +115,8 @@ def test_a_search_for_128_devices_takes_seconds(size: str) -> None:
 
 @pytest.mark.full
 def test_a_search_for_five_models_on_1024_devices_takes_a_minute() -> None:
-    shapes = dict.fromkeys(("actor", "critic", "cost_critic", "reference", "reward"), LLAMA_SHAPES["70B"])
+    services: list[str] = ["actor", "critic", "cost_critic", "reference", "reward"]
+    shapes = dict.fromkeys(services, LLAMA_SHAPES["70B"])
     problem = ppo_problem(shapes, device_group("A100-80GB:1024"), paper_workload())
     started = time.process_time()
     assert find_plan(problem)
