@@ -23,7 +23,7 @@ from controller.mapping.search import MappedPlan
 from controller.mapping.simulate import Site, transition_s
 from settings.memory.shape import LLAMA_SHAPES, ModelShape
 
-SERVICES = ("actor", "critic", "reference", "reward")
+SERVICES: tuple[str, ...] = ("actor", "critic", "reference", "reward")
 COUNTS = {
     "7B": (8, 16, 32, 64, 96, 128),
     "13B": (16, 32, 64, 96, 128),

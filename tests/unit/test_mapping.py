@@ -39,7 +39,7 @@ LLAMA_7B = {
     "num_attention_heads": 32,
     "max_position_embeddings": 4096,
 }
-SERVICES = ("actor", "critic", "reference", "reward")
+SERVICES: tuple[str, ...] = ("actor", "critic", "reference", "reward")
 
 
 def dataflow(name: str, *settings: str) -> Dataflow:
