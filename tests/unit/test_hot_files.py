@@ -11,12 +11,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-HOT = ("compute", "engines", "rollout", "roles", "actor", "critic", "reference")
+HOT = (
+    "compute",
+    "engines",
+    "rollout",
+    "rollout_service",
+    "generation",
+    "roles",
+    "actor",
+    "critic",
+    "reference",
+)
 """Folders of services."""
 READS = ("cpu", "item", "numpy", "tolist")
 
 ALLOWED = {
     "compute/jagged_rows.py first_equal_rows": "token ids, which are in host memory: equal prompts are found there",
+    "engines/base.py dealt_to_ranks": "whole weights for other services, which read them from host memory",
     "engines/collectives.py digest_of_rank_0": "bytes that ranks exchange over gloo",
     "engines/collectives.py texts_of_ranks": "bytes that ranks exchange over gloo",
     "engines/data_parallel.py _write": "weights of an export, for transformers to convert",
@@ -29,7 +40,7 @@ ALLOWED = {
     "roles/weight_check.py _checksum": "weights whose checksum the CPU computes, where VerifyWeights asks for it",
     "actor/parity.py rollout_parity": "three numbers of the response",
     "actor/parity.py drifting_rows": "one bit per token, for the numbers of the rows to keep",
-    "actor/texts.py response_texts": "token ids, which are in host memory, for the tokenizer",
+    "generation/texts.py response_texts": "token ids, which are in host memory, for the tokenizer",
     "actor/worker.py compute_loss": "log-probabilities of texts, of which the host sums one number per row",
 }
 """Functions that read values, as "file function", and why each may."""
