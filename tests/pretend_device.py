@@ -20,13 +20,26 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 from nccl_transfer.devices.tensors import DeviceBytes, DeviceTensors
 from nccl_transfer.store.tensors import to_numpy_carrier, to_torch
 
 NAME = "pretend"
-_setup_privateuseone_for_python_backend(NAME)
+
+
+class _Backend(_DummyBackendModule):
+    """torch's functions of the backend. Activation checkpointing asks for `get_amp_supported_dtype` where a backend is
+    registered, on whatever device it computes."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+_setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
 DEVICE = torch.device(NAME, 0)
 
 ROOT = Path(__file__).parent.parent
