@@ -49,7 +49,7 @@ test: setup ## Run the tests that belong to every change and are quick, without 
 
 test-slow: setup ## Run the rest of what belongs to every change: minutes of real services.
 	@status=0; set -x; \
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "slow and not full and not gpu" tests || $(NOTE); \
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not full and not gpu" tests || $(NOTE); \
 	exit $$status
 
 test-again: setup ## Run the tests that failed last once more, one at a time.

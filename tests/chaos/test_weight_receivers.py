@@ -32,7 +32,7 @@ from nccl_transfer.transports import host_id
 from rlhf.errors import Refused, RlhfError
 from rlhf.v1 import actor_pb2
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 TIMEOUT_S, START_S = 60.0, 230.0
 DEADLINE_S = 4.0

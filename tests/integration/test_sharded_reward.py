@@ -16,7 +16,7 @@ from integration.test_reward import TIMEOUT_S, TOLERANCE, reward_group, rewards,
 from rlhf.errors import RewardFailed
 from settings.reward import RewardTable
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ PAIRS = [
     pytest.param(
         Pair({"engine": "fsdp", "ranks": 4}, mesh("1-2-1"), tied=True),
         id="fsdp 4 to 1-2-1",
-        marks=pytest.mark.slow,
+        marks=FULL,
     ),
     pytest.param(
         Pair({"engine": "zero", "ranks": 2}, {"ranks": 1, "second_buffer": False}),

@@ -42,7 +42,7 @@ QUICK = [("7B", 8)]
 
 
 def cases(slow: list[tuple[str, int]], quick: list[tuple[str, int]]) -> list[object]:
-    return [*quick, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow if case not in quick)]
+    return [*quick, *(pytest.param(*case, marks=pytest.mark.full) for case in slow if case not in quick)]
 
 
 @pytest.mark.parametrize(("size", "count"), cases(EVERY, QUICK))
@@ -60,13 +60,13 @@ def test_on_small_clusters_all_models_are_colocated(size: str, count: int) -> No
     assert len(found(size, count)[1].pools) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("size", "count"), [("7B", 128), ("13B", 128), ("34B", 128), ("70B", 128)])
 def test_on_large_clusters_actor_and_critic_are_apart(size: str, count: int) -> None:
     assert actor_and_critic_are_apart(size, count)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rates_grow_more_slowly_than_clusters() -> None:
     """Data parallelism loses efficiency as the batch of a rank shrinks."""
     rates = {
