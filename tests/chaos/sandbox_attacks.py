@@ -154,8 +154,12 @@ RESOURCES = {
     "CPU time of children side by side, in sessions of their own": _in_function(
         """
         children = []
-        for _ in range(6):
-            if (child := os.fork()) == 0:
+        while len(children) < 6:
+            try:
+                child = os.fork()
+            except BlockingIOError:  # other attacks have all processes of the user
+                continue
+            if child == 0:
                 os.setsid()
                 spin(0.4)
                 os._exit(0)
