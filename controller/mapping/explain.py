@@ -15,8 +15,8 @@ from controller.mapping.search import MappedPlan
 from controller.mapping.simulate import Site
 from reports.units import seconds_text
 
-MOST_DEVICES = 4096
-"""Most devices for which a fit is looked for."""
+MOST_DEVICES = 256
+"""Most devices for which a fit is looked for; beyond, one search takes minutes."""
 
 
 def misfits(problem: Problem, plan: MappedPlan) -> list[str]:
