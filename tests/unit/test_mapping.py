@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 from click.testing import CliRunner, Result
+from unit.test_memory_check import LLAMA_7B
 
 from controller.algorithms import find_algorithm
 from controller.config.config import load
@@ -31,15 +32,6 @@ from settings.memory.shape import LLAMA_SHAPES, ModelShape
 from settings.reward import RewardTable
 
 QUICKSTARTS = Path(__file__).parents[2] / "deploy/quickstart"
-LLAMA_7B = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 4096,
-}
 SERVICES: tuple[str, ...] = ("actor", "critic", "reference", "reward")
 
 
