@@ -43,7 +43,7 @@ REPORTED = {
 
 
 def paper_problem(size: str, count: int) -> Problem:
-    """Returns PPO with four models of a size on so many A100-80GB, 8 to a machine."""
+    """Returns PPO with four models of a size on `count` A100-80GB, 8 to a machine."""
     shapes: dict[str, ModelShape] = dict.fromkeys(SERVICES, LLAMA_SHAPES[size])
     return ppo_problem(shapes, device_group(f"{DEVICE}:{count}"), paper_workload())
 

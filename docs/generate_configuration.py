@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 import typing
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ def render() -> str:
 
 def _section(title: str, table: type[BaseModel], fields: dict[str, FieldInfo]) -> str:
     head = "| key | type | default | |\n|---|---|---|---|"
-    return "\n".join([f"## {title}\n\n{(table.__doc__ or '').strip()}\n\n{head}", *_rows(fields)]) + "\n"
+    return "\n".join([f"## {title}\n\n{inspect.getdoc(table) or ''}\n\n{head}", *_rows(fields)]) + "\n"
 
 
 def _algorithms() -> Iterator[str]:

@@ -119,10 +119,7 @@ class Fetcher:
         Raises:
             RlhfError: As for `fetch`.
         """
-        source = wanted.shard.endpoint
-        read = ReadRanges([wanted], self._read(source, [wanted], None, NO_RELAYS, deadline, {}))
-        self._verifier.verify({source: read})
-        return read.reading
+        return self._read_verified(deadline, {}, wanted.shard.endpoint, [wanted])
 
     def check_adverts(self, adverts: Mapping[str, bytes]) -> None:
         """Checks the adverts of an endpoint that a client has passed on; those that no reader here uses are ignored.
@@ -212,11 +209,17 @@ class Fetcher:
         """Reads ranges that may stay on the GPU."""
         assert self._device is not None, "columns stay only where there is an arena on the GPU"
         count = partial(self._count, traffic=traffic)
-
-        def read_on_host(source: Endpoint, ranges: Sequence[ByteRange]) -> Reading:
-            return self._read(source, ranges, None, NO_RELAYS, deadline, traffic)
-
+        read_on_host = partial(self._read_verified, deadline, traffic)
         return self._device.read(source, ranges, source == self._own, deadline, count, read_on_host)
+
+    def _read_verified(
+        self, deadline: float, traffic: dict[str, Traffic], source: Endpoint, ranges: Sequence[ByteRange]
+    ) -> Reading:
+        """Reads ranges of one rank into host memory, and verifies their checksums."""
+        self._verifier.check({source: ranges})
+        reading = self._read(source, ranges, None, NO_RELAYS, deadline, traffic)
+        self._verifier.verify({source: ReadRanges(ranges, reading)})
+        return reading
 
     def _run_all(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Runs jobs in parallel and returns their results in order. Raises the first error without waiting for the

@@ -12,9 +12,8 @@ from settings.generation import GeneratingTable
 
 
 class RolloutServiceTable(GeneratingTable):
-    """Settings of a rollout service: ranks that generate responses with the actor's weights, without training
-    engine and optimizer. The weights come by `sync_weights`; from the model directory it takes config and
-    tokenizer alone."""
+    """Settings of a rollout service, whose ranks generate responses with weights that `sync_weights` moves there. Of
+    the model directory it reads config and tokenizer alone."""
 
     role: Literal["rollout"]
     """Always rollout."""

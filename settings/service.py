@@ -103,6 +103,11 @@ class ServiceTable(Strict):
         return "bind_host" if self.bind_host else "address"
 
     @property
+    def device_arena_bytes(self) -> int:
+        """Size of a rank's arena on its GPU, in bytes; 0 for none: rows with checksums are kept in host memory."""
+        return 0 if self.checksums else self.arena_device_mb << 20
+
+    @property
     def model_directory(self) -> Path | None:
         """Directory of the model that the service loads; here None: no model."""
         return None

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from controller import algorithms
 from controller.config.config import Config, load
-from controller.mapping.configured import described_plan, models_of, placeable
+from controller.mapping.configured import ConfiguredModels, described_plan, models_of, placeable
 from controller.mapping.devices import DeviceGroup, built_in_devices, device_group, read_devices
 from controller.mapping.explain import comparison, misfits, why_nothing_fits
 from controller.mapping.mapper import find_plan, named_plans
@@ -32,11 +32,17 @@ NOTHING_FITS, USAGE_ERROR = 1, 2
 
 @dataclass(frozen=True)
 class Asked:
-    """A config with the problem that it is for, and the names of services that take no devices."""
+    """A config and its problem.
+
+    Attributes:
+        config: The config.
+        configured: Its models, in the layouts that it describes.
+        problem: The problem, whose models are in the engines that the search chooses meshes for.
+    """
 
     config: Config
+    configured: ConfiguredModels
     problem: Problem
-    left_out: dict[str, str]
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +94,7 @@ def find(output: Path | None, timeline: Path | None, **given: Any) -> None:
         console = _console()
         console.print(plan_table(problem, plan))
         click.echo(summary(problem, plan))
-        for name, why in asked.left_out.items():
+        for name, why in asked.configured.left_out.items():
             click.echo(f"{name} is not placed: {why}")
         others = {"found": plan, **named_plans(problem)}
         console.print(placements_table(problem, others))
@@ -107,9 +113,7 @@ def explain(**given: Any) -> None:
     with _errors_shown():
         asked = _asked(**given)
         problem = asked.problem
-        described = replace(
-            problem, models=models_of(asked.config, _dataflow(asked.config, given["algo"])).models
-        )
+        described = replace(problem, models=asked.configured.models)
         plan = described_plan(asked.config, described, problem.devices[0])
         _console().print(plan_table(described, plan))
         click.echo(summary(problem, plan))
@@ -147,7 +151,8 @@ def _asked(
     ahead: int,
     settings: tuple[str, ...],
 ) -> Asked:
-    config = algorithms.find_algorithm(algo).configure(load(config_path, settings))
+    algorithm = algorithms.find_algorithm(algo)
+    config = algorithm.configure(load(config_path, settings))
     more = read_devices(table) if table else {}
     groups: list[DeviceGroup] = [device_group(text, per_machine, more) for text in kinds]
     if len({group.name for group in groups}) < len(groups):
@@ -157,13 +162,9 @@ def _asked(
         LengthShares.parse(prompts) if prompts else None,
         LengthShares.parse(responses) if responses else None,
     )
-    found = models_of(config, _dataflow(config, algo))
-    models = tuple(placeable(model) for model in found.models)
-    return Asked(config, Problem(models, workload, tuple(groups), ahead), dict(found.left_out))
-
-
-def _dataflow(config: Config, algo: str) -> Any:
-    return record_dataflow(algorithms.find_algorithm(algo), config)
+    configured = models_of(config, record_dataflow(algorithm, config))
+    models = tuple(placeable(model) for model in configured.models)
+    return Asked(config, configured, Problem(models, workload, tuple(groups), ahead))
 
 
 def _console() -> Console:

@@ -60,10 +60,10 @@ def models_of(config: Config, dataflow: Dataflow) -> ConfiguredModels:
 
 
 def placeable(model: Model) -> Model:
-    """Returns a model in the engine that the search chooses meshes for: 3d, but fsdp for adapters and for rewards that
-    learn, and whole for rewards that only score."""
+    """Returns a model in the engine that the search chooses meshes for: 3d, but fsdp for adapters, and for rewards the
+    one that they have: whole, or fsdp where they are sharded or learn."""
     use = model.use
-    if use.engine == "whole" or use.scores_with_copy or use.adapters is not None:
+    if use.shape.head == "score" or use.adapters is not None:
         return model
     return replace(model, use=replace(use, engine="3d", offload_optimizer=False))
 

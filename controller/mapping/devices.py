@@ -87,7 +87,7 @@ class DeviceGroup:
 
     def alignment(self, count: int) -> int:
         """Returns the number of which the first device of a pool of `count` devices is a multiple, within a machine.
-        Pools are laid out in descending order of it, so that aligned blocks of so many devices never cross machines.
+        Pools are laid out in descending order of it, so that aligned blocks never cross machines.
         The power of two in the greatest common divisor, or all of a machine."""
         if self.count <= self.per_machine or count % self.per_machine == 0:
             return self.per_machine

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from controller.mapping.dataflow import STAGES
+from controller.mapping.devices import GB, DeviceGroup
 from controller.mapping.layouts import layouts
 from controller.mapping.mapper import find_plan, on
 from controller.mapping.output import pool_name
-from controller.mapping.problem import Problem
+from controller.mapping.problem import Model, Problem
 from controller.mapping.report import layout_text
 from controller.mapping.search import MappedPlan
 from controller.mapping.simulate import Site
 from reports.units import seconds_text
 
-GB = 1e9
-MOST_DEVICES = 4096
-"""Most devices for which a fit is looked for."""
+MOST_DEVICES = 256
+"""Most devices for which a fit is looked for; beyond, one search takes minutes."""
 
 
 def misfits(problem: Problem, plan: MappedPlan) -> list[str]:
@@ -78,9 +78,7 @@ def why_nothing_fits(problem: Problem) -> list[str]:
     least number of devices of the first kind that has a plan."""
     lines = []
     for model in problem.models:
-        needed = [
-            least for group in problem.devices if (least := _least_bytes(problem, model.name, group.name))
-        ]
+        needed = [least for group in problem.devices if (least := _least_bytes(problem, model, group))]
         roomiest = max(group.capacity for group in problem.devices)
         if needed and min(needed) > roomiest:
             lines.append(
@@ -89,26 +87,19 @@ def why_nothing_fits(problem: Problem) -> list[str]:
             )
     least = least_devices(problem)
     group = problem.devices[0]
-    found = (
-        f"{least} {group.name} have a plan" if least else f"up to {MOST_DEVICES} {group.name} have no plan"
-    )
-    return [
-        *(lines or ["each model fits alone, and all of them do not"]),
-        f"at least {found}" if least else found,
-    ]
+    found = f"it takes at least {least}" if least else f"no number up to {MOST_DEVICES} is enough"
+    return [*(lines or ["each model fits alone, but not all of them together"]), f"{group.name}: {found}"]
 
 
-def _least_bytes(problem: Problem, name: str, kind: str) -> int | None:
-    """Returns the fewest bytes of a device that a model needs on all devices of a kind, in any layout; None where no
+def _least_bytes(problem: Problem, model: Model, group: DeviceGroup) -> int | None:
+    """Returns the fewest bytes of a device that a model needs on the devices of a group, in any layout; None where no
     mesh divides it."""
-    group = next(each for each in problem.devices if each.name == kind)
     table = group.table.model_copy(update={"memory_gb": 1e9})
     endless = replace(group, table=table)
-    model = on(next(each for each in problem.models if each.name == name), group)
     found = [
         option.idle + option.extra
         for ranks in range(1, group.count + 1)
-        for option in layouts(model, Site(endless, group.per_machine), ranks, problem.workload)
+        for option in layouts(on(model, group), Site(endless, group.per_machine), ranks, problem.workload)
     ]
     return min(found, default=None)
 

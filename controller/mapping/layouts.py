@@ -41,7 +41,7 @@ class Bounds:
     Attributes:
         seconds: Those that take less in a step, all stages together. A step takes at least as long as any model, so
             slower ones than a known plan are in no better one.
-        pipeline: Those of at most so many pipeline stages.
+        pipeline: Those with at most this number of pipeline stages.
     """
 
     seconds: float = math.inf
@@ -116,10 +116,15 @@ def layouts(
         if mesh[0] > bounds.pipeline:
             continue
         shards = (False, True) if use.engine == "3d" and mesh[2] > 1 else (False,)
-        recomputes = (False, True) if use.learns and use.engine in ("3d", "fsdp") else (False,)
+        recomputes = (False, True) if _may_recompute(use) else (False,)
         for is_sharded, recompute in product(shards, recomputes):
             trained = replace(use, mesh=mesh, shards_over_data=is_sharded, activation_checkpointing=recompute)
             yield from _trained(model, trained, site, workload, bounds)
+
+
+def _may_recompute(use: ModelUse) -> bool:
+    """Returns whether a service can recompute activations in the backward pass; one of a reward cannot."""
+    return use.learns and use.engine in ("3d", "fsdp") and use.shape.head != "score"
 
 
 def _trained(model: Model, use: ModelUse, site: Site, workload: Workload, bounds: Bounds) -> Iterator[Option]:

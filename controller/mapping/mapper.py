@@ -35,7 +35,7 @@ class LayoutTables:
 
     def options(self, kind: int, devices: int, count: int) -> Sequence[Option]:
         """Returns the layouts of a kind of model, of which none is dominated, on at most `count` devices of a kind,
-        with the alignment of a pool of so many."""
+        with the alignment of a pool of `count`."""
         alignment = self._problem.devices[devices].alignment(count)
         return self._accumulated(kind, devices, alignment, count)
 

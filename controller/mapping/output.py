@@ -11,7 +11,6 @@ from controller.foresight import arena_mb_needed
 from controller.mapping.layouts import Option
 from controller.mapping.problem import Problem
 from controller.mapping.search import MappedPlan, Pool
-from rlhf.errors import ConfigError
 from settings.memory.use import ModelUse
 from settings.strict import validate
 
@@ -59,7 +58,7 @@ def planned_config(
     see `planned_tables`. Arenas that are too small for the rows of a rank are made larger.
 
     Raises:
-        ConfigError: As `planned_tables` does, or the configuration is invalid.
+        ConfigError: The configuration is invalid.
     """
     tables = planned_tables(given, problem, plan)
     config = validate(Config, tables, "of the plan")
@@ -77,9 +76,6 @@ def planned_tables(given: Mapping[str, Any], problem: Problem, plan: MappedPlan)
         given: Tables of the config that the problem was made from.
         problem: The problem.
         plan: Its plan.
-
-    Raises:
-        ConfigError: The plan divides a reward that only scores, for which no service does so.
     """
     tables = copy.deepcopy(dict(given))
     for table in tables["services"].values():
@@ -90,10 +86,7 @@ def planned_tables(given: Mapping[str, Any], problem: Problem, plan: MappedPlan)
         tables["pools"][pool_id] = names
         for number, option in zip(pool.models, pool.options, strict=True):
             service = problem.models[number].name
-            table = tables["services"][service]
-            if table["role"] == "reward" and option.use.engine == "3d":
-                raise ConfigError(f"services.{service}: a reward of kind model is whole on every rank")
-            tables["services"][service] = _placed(table, pool_id, option)
+            tables["services"][service] = _placed(tables["services"][service], pool_id, option)
     return tables
 
 

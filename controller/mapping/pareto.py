@@ -11,10 +11,9 @@ def not_dominated_rows(costs: np.ndarray) -> np.ndarray:
     if not len(costs):
         return np.zeros(0, np.int64)
     order = np.lexsort(costs.T[::-1])
-    rows, kept = costs[order], []
-    alive = np.ones(len(rows), bool)
-    for number in range(len(rows)):
-        if alive[number]:
-            kept.append(number)
-            alive[number + 1 :] &= (rows[number + 1 :] < rows[number]).any(axis=1)
-    return order[kept]
+    columns, kept = np.ascontiguousarray(costs[order].T), []
+    while len(order):
+        kept.append(order[0])
+        is_smaller = (columns[:, 1:] < columns[:, :1]).any(axis=0)
+        order, columns = order[1:][is_smaller], columns[:, 1:][:, is_smaller]
+    return np.array(kept, np.int64)

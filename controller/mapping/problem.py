@@ -60,8 +60,8 @@ class Problem:
 def ppo_problem(
     shapes: Mapping[str, ModelShape], devices: DeviceGroup, workload: Workload, ahead: int = 0
 ) -> Problem:
-    """Returns PPO with models in bfloat16, as HybridFlow measures it (section 8): the reward is divided over ranks too,
-    as no service of this project does.
+    """Returns PPO with models in bfloat16, as HybridFlow measures it (section 8): the reward is divided over a mesh
+    too, as no reward service of this project is.
 
     Args:
         shapes: Shape of each model by its service: actor, critic, reference, reward, and any further critics.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from rich.table import Table
 
 from controller.mapping.dataflow import STAGES
+from controller.mapping.devices import GB
 from controller.mapping.layouts import Option
 from controller.mapping.output import generation_mesh, in_order, joined, pool_name
 from controller.mapping.problem import Problem
@@ -15,7 +16,6 @@ from reports import svg
 from reports.page import card, page
 from reports.units import seconds_text
 
-GB = 1e9
 WIDTH, ROW, TOP = 900, 30, 34
 """Sizes of the picture: its width, the height of a service, and that of the stages' names."""
 

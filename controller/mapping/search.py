@@ -160,7 +160,7 @@ class Search:
                 return
             choices.append(candidates)
         floors = [np.min([costs.min(axis=0) for _, _, costs, _ in each], axis=0) for each in choices]
-        # The sets with the fewest choices and the highest costs come first.
+        # The sets with the highest costs come first.
         order = sorted(range(len(sets)), key=lambda i: -floors[i].sum())
         after = [np.zeros_like(floors[0])]
         busy_after = [0.0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from controller.mapping.devices import DeviceGroup
+from controller.mapping.devices import GB, DeviceGroup
 from controller.mapping.work import (
     KERNELS_PER_LAYER,
     cache_numbers,
@@ -132,7 +132,7 @@ def training_s(use: ModelUse, site: Site, rows: int, workload: Workload, *, is_c
     replicas = 0.0 if is_sharded else site.all_reduce(gradients, data, span, beside)
     kept = trained / (pipeline * tensor) / (data if is_sharded else 1)
     optimizer = OPTIMIZER_BYTES * kept / site.group.bandwidth
-    snapshot = SNAPSHOT_BYTES * kept / (site.group.table.host_gb * 1e9)
+    snapshot = SNAPSHOT_BYTES * kept / (site.group.table.host_gb * GB)
     return steps * (passes + replicas + optimizer) + (snapshot if workload.snapshots and steps > 1 else 0.0)
 
 
@@ -163,7 +163,7 @@ def generation_s(use: ModelUse, site: Site, rows: int, workload: Workload, *, to
         use: Use of the model.
         site: Devices.
         rows: Rows over all ranks.
-        workload: LengthShares of prompts and responses.
+        workload: Lengths of prompts and responses.
         together: Most rows that a generation replica has in its KV cache; it generates the others after these.
     """
     rollout = use.rollout

@@ -66,7 +66,7 @@ class Workload:
 
     Attributes:
         rows: Rows of the batch of a step.
-        prompts, responses: LengthShares of prompts and of responses.
+        prompts, responses: Lengths of prompts and of responses.
         mini_batches: Optimizer steps of one pass over the rows.
         epochs, critic_epochs: Passes over the rows in an update of an actor and of a critic.
         snapshots: Whether an update of several optimizer steps first copies weights and moments to host memory, as the

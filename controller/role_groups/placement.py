@@ -66,7 +66,7 @@ class Placement:
         return sum(time_s for _, time_s in self._unfinished.copy().values())
 
     def enter(self, devices: frozenset[str], queue: object, time_s: float) -> Place:
-        """Appends a call to the order and returns its place. Calls that change what others return must be entered in
+        """Appends a call to the order and returns its place. Calls that change the results of others must be entered in
         the order of the program.
 
         A call may wait for the sum of the times of all unfinished calls before it, on any devices, plus `time_s`. So a

@@ -12,6 +12,9 @@ ITEM_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 """Size of an element in bytes, by dtype name; torch and numpy use the same names."""
 
+FLOATING = frozenset({"float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"})
+"""Names of the floating-point types, between which weights may be cast."""
+
 TEXT = "utf8"
 """Name of the element type of a jagged column whose rows are texts: an element is one byte of UTF-8."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple, cast
 
-from nccl_transfer.refs.dtypes import ITEM_BYTES
+from nccl_transfer.refs.dtypes import FLOATING, ITEM_BYTES
 from nccl_transfer.refs.plans import Slice, plan_slices, regions
 from nccl_transfer.refs.shards import Endpoint
 from rlhf.errors import TransferError
@@ -183,7 +183,7 @@ def _wanted(
                 raise TransferError(
                     f"{each.name} has shape {held.shape}, but {receiver.endpoint} needs it with {each.shape}"
                 )
-            if held.dtype != each.dtype and not ("float" in held.dtype and "float" in each.dtype):
+            if held.dtype != each.dtype and not {held.dtype, each.dtype} <= FLOATING:
                 raise TransferError(
                     f"{each.name} is {held.dtype}, but {receiver.endpoint} needs it as {each.dtype}; only floating "
                     "point is cast"
@@ -219,8 +219,8 @@ def _assign(
     receivers: Sequence[RankWeights],
     sent: dict[Any, int],
 ) -> list[tuple[int, Slice, Destinations]]:
-    """Returns who sends which boxes of a tensor to which receivers, as (source, box, destinations); no box twice from
-    the same source. Other arguments as for `plan_slices`."""
+    """Returns which source sends which box of a tensor to which receivers, as (source, box, destinations); no box
+    twice from the same source. Other arguments as for `plan_slices`."""
     wanted: dict[_Group, list[Slice]] = {}
     for number, (box, destinations) in enumerate(regions((receiver, box) for box, receiver in wants)):
         by_host: dict[str, list[int]] = {}

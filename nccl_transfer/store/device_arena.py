@@ -21,8 +21,8 @@ BLOCK_BYTES = 256
 """Blocks begin at multiples of it, and are multiples of it, in bytes."""
 
 READY_EVENTS = 64
-"""Number of events that say which bytes are there. Each is used again after so many shards: who waits for an earlier
-shard of it then waits for a later one, which is longer and never too short."""
+"""Number of events of readiness, each of which is complete once the bytes of a shard are there. They are used in turn:
+a reader of an older shard of the same event waits for the newer shard, so it may wait longer, but never too short."""
 
 
 @dataclass(eq=False, slots=True)

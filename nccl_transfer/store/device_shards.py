@@ -24,7 +24,7 @@ from nccl_transfer.store.leases import Lease
 from rlhf.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, Refused
 
 POLL_S = 50e-6
-"""Pause between two looks at an event, in seconds."""
+"""Pause between two queries of an event, in seconds."""
 
 
 class HostShards(Protocol):
@@ -210,7 +210,8 @@ class DeviceShards:
 
 
 def wait_until_done(pin: Pin, deadline: float, where: str) -> None:
-    """Blocks until the bytes of a pin are there. Raises DeadlineExceeded, with `where`, at the deadline."""
+    """Blocks until the bytes of a pin are there. Raises DeadlineExceeded, with `where`, at the deadline. Queries the
+    event, since CUDA's own wait for one takes no deadline."""
     while pin.event is not None and not pin.event.done():
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"{where}: its bytes were not complete on the GPU by the deadline")

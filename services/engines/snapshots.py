@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.compute.device_memory import allocated_bytes, free_bytes, peak_allocated_bytes
 from services.engines.offload import wait_for_copies
 
 _ALIGNMENT = 64
@@ -61,7 +61,7 @@ class SnapshotMemory:
     def stepped(self) -> None:
         """Notes the memory that a step has taken beside the state and its copy. Called after each step, also one that
         has failed, as of memory that ran out."""
-        taken = peak_bytes(self._device) - self._resting
+        taken = peak_allocated_bytes(self._device) - self._resting
         self._largest_step = max(taken, self._largest_step or 0)
 
     def _to_pinned(self, state: Mapping[str, Tensor]) -> Copies:
@@ -102,8 +102,8 @@ def in_host_memory(state: Mapping[str, Tensor]) -> Copies:
 
 
 def pinned(num_bytes: int, device: torch.device) -> Tensor:
-    """Returns host memory, [num_bytes] uint8, pinned for a GPU: exactly so much, where torch's own allocator of pinned
-    memory rounds up to a power of two. Raises RuntimeError if it cannot be pinned."""
+    """Returns host memory, [num_bytes] uint8, pinned for a GPU: of exactly this size, where torch's own allocator of
+    pinned memory rounds up to a power of two. Raises RuntimeError if it cannot be pinned."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if device.type == "cuda" and num_bytes:
         runtime: Any = torch.cuda.cudart()
@@ -113,22 +113,3 @@ def pinned(num_bytes: int, device: torch.device) -> Tensor:
         weakref.finalize(view, lambda: runtime.cudaHostUnregister(memory.data_ptr()))
         return view
     return memory
-
-
-def free_bytes(device: torch.device) -> float:
-    """Returns the bytes that this process can still allocate on a device; inf for one that does not tell."""
-    if device.type != "cuda":
-        return math.inf
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached
-
-
-def allocated_bytes(device: torch.device) -> int:
-    """Returns the bytes that this process has allocated on a GPU; 0 for any other device."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Returns the most bytes that this process had allocated on a GPU at a time since the peak was last reset; 0 for
-    any other device."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

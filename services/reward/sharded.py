@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlhf.errors import ConfigError, InvalidRequest
+from rlhf.errors import ConfigError
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.compute.microbatch import pad
 from services.compute.splitting import cut
@@ -12,7 +12,7 @@ from services.models.families import load_scoring_model
 from services.reward.model import PairRewardWorker, last_score, model_table
 from services.reward.model_scorer import SequenceModelScorer
 from services.reward.scorers.base import score_request
-from services.reward.worker import DOES_NOT_LEARN
+from services.reward.worker import RewardWorker
 from services.roles.columns import jagged_ids
 from services.roles.frozen_worker import FrozenModelWorker
 from services.roles.micro_batching import check_token_ids
@@ -91,17 +91,7 @@ class ShardedRewardWorker(FrozenModelWorker):
     ) -> CallResult:
         return score_request(self.scorer, rows, request, call)
 
-    @register("DP_PROTO", collective=False)
-    def compare_pairs(
-        self, rows: CallRows, request: reward_pb2.ComparePairsRequest, call: CallContext
-    ) -> CallResult:
-        raise InvalidRequest(DOES_NOT_LEARN)
-
-    @register("DP_PROTO", collective=False)
-    def update_reward(
-        self, rows: CallRows, request: reward_pb2.UpdateRewardRequest, call: CallContext
-    ) -> CallResult:
-        raise InvalidRequest(DOES_NOT_LEARN)
+    compare_pairs, update_reward = RewardWorker.compare_pairs, RewardWorker.update_reward
 
 
 class ShardedLearningRewardWorker(PairRewardWorker):

@@ -11,8 +11,9 @@ import torch
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
 from services.compute import matmul
+from services.compute.device_memory import peak_memory_measured
+from services.engines.implementation import implementation_of
 from services.models.tokenizers import load_tokenizer, vocabulary_hash
-from services.roles.device import peak_memory_measured
 from services.roles.engine_errors import as_contract_errors
 from services.roles.matmul_choice import choose_matmul
 from services.roles.profiler import CallProfiler
@@ -23,6 +24,7 @@ from services.roles.weight_check import WeightCheck
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from settings.model import LoadedModelTable
+from settings.service import ServiceTable
 
 
 class LanguageWorker(VerifiedWorker, TorchWorker):
@@ -57,6 +59,11 @@ class LanguageWorker(VerifiedWorker, TorchWorker):
         self.eos_id: int | None = self.tokenizer.eos_token_id
         self.weight_check = WeightCheck(self.progressed)
         self._profiler = CallProfiler()
+
+    @classmethod
+    def import_engines(cls, table: ServiceTable) -> None:
+        for key, spec in table.engine_specs.items():
+            implementation_of(key, getattr(table, key), spec, object)
 
     def describe(self) -> worker_pb2.DescribeResponse:
         return worker_pb2.DescribeResponse(

@@ -17,7 +17,7 @@ from rlhf.v1 import actor_pb2, worker_pb2
 from services.compute.heads import Head
 from services.compute.microbatch import to_device
 from services.engines.base import EngineSetup, LossFn, TrainEngine
-from services.engines.implementation import compute_dtype, implementation_of
+from services.engines.implementation import compute_dtype
 from services.models.loading import Load
 from services.models.tokenizers import check_vocabulary
 from services.roles.background import BackgroundWriter
@@ -35,7 +35,6 @@ from services.runtime.worker import CallContext, CallResult, CallRows, register,
 from services.storage.publish import check_writable
 from services.weights.sending import SendingWorker
 from settings.model import ModelTable, OptimizerTable
-from settings.service import ServiceTable
 
 Output = TypeVar("Output")
 
@@ -88,11 +87,6 @@ class ModelWorker(SendingWorker, LanguageWorker):
     def engine_name(self) -> str:
         """Returns the name of the engine that Describe reports."""
         return ", ".join(filter(None, (self.table.engine, self.engine.detail)))
-
-    @classmethod
-    def import_engines(cls, table: ServiceTable) -> None:
-        for key, spec in table.engine_specs.items():
-            implementation_of(key, getattr(table, key), spec, object)
 
     def close(self) -> None:
         self._writer.close()

@@ -10,13 +10,8 @@ from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.devices.cupy_cuda import own_cuda
 from nccl_transfer.devices.tensors import DeviceTensors
 from nccl_transfer.store.torch_device import TorchDevice
-from services.roles.device import (
-    allocated_bytes,
-    device_identity,
-    peak_allocated_bytes,
-    rank_device,
-    use_device,
-)
+from services.compute.device_memory import allocated_bytes, peak_allocated_bytes
+from services.roles.device import device_identity, rank_device, use_device
 from services.runtime.ranks import Ranks
 from services.runtime.worker import Worker
 from settings.service import ServiceTable

@@ -24,7 +24,7 @@ class Version:
 
 class Versions:
     """The states that the weights of a rank go through: a transfer begins, all of its weights have arrived, it is
-    committed. A transfer that fails is never heard of again.
+    committed. A transfer that fails leaves no version behind.
 
     With a second buffer the rank serves the version from before until the commit. Without, it serves none from the
     beginning of a transfer to its commit, and none after one that has failed.

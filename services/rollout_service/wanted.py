@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nccl_transfer.refs.mesh import Mesh
-from nccl_transfer.refs.plans import Slice
 from nccl_transfer.refs.weight_plans import WeightSlice
 from services.engines.three_d.stage import layouts_of_directory
 from services.models.meta import model_on_meta
 from services.storage.checkpoint import WeightShard
 from services.storage.layout import Layout
 from services.weights.copying import copy_values
+from services.weights.packing import slice_of
 
 Piece = tuple[WeightSlice, Tensor]
 """A box of a tensor that has arrived, with its values."""
@@ -49,13 +49,12 @@ class WantedWeights:
 
     def slices(self) -> list[WeightSlice]:
         """Returns the slices of the checkpoint's tensors, without padding."""
-        dtype, found = str(self.dtype).removeprefix("torch."), []
-        for name, layout in self.layouts.items():
-            shard = layout.shard(torch.empty(layout.kept_shape, device="meta"), self.part)
-            stops = tuple(map(sum, zip(shard.offsets, shard.tensor.shape, strict=True)))
-            if shard.tensor.numel():
-                found.append(WeightSlice(name, layout.shape, Slice(shard.offsets, stops), dtype))
-        return found
+        kept = {
+            name: torch.empty(layout.kept_shape, dtype=self.dtype, device="meta")
+            for name, layout in self.layouts.items()
+        }
+        shards = {name: self._shard(name, tensor) for name, tensor in kept.items()}
+        return [slice_of(name, shard) for name, shard in shards.items() if shard.tensor.numel()]
 
     def allocate(self) -> dict[str, Tensor]:
         """Returns new memory for all tensors by name, without values but for zeros where they are padded."""

@@ -13,7 +13,7 @@ from nccl_transfer.refs.wire_weights import slice_to_proto, transfer_from_proto
 from rlhf.errors import ConfigError, InvalidRequest, Refused
 from rlhf.v1 import actor_pb2, rollout_pb2, worker_pb2
 from services.engines.base import HeldTensor
-from services.engines.implementation import compute_dtype, implementation_of
+from services.engines.implementation import compute_dtype
 from services.generation.generator import SequenceGenerator
 from services.models.tokenizers import check_vocabulary
 from services.roles.language_worker import LanguageWorker
@@ -26,7 +26,6 @@ from services.runtime.ranks import Ranks, known_to_all
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from services.weights.receive import receive
 from settings.rollout import RolloutServiceTable
-from settings.service import ServiceTable
 
 _DIGITS = 1 << 20
 """Ranks compare their versions by numbers below this, whose squares they can add up exactly in float64."""
@@ -59,11 +58,6 @@ class RolloutWorker(LanguageWorker):
         self.rollout = make_rollout(table, None, ranks.mesh, self.torch_device)
         self._generator = SequenceGenerator(self, self.rollout, table.model)
         self._inbox = WeightInbox(self.rollout, wanted, second_buffer=table.second_buffer)
-
-    @classmethod
-    def import_engines(cls, table: ServiceTable) -> None:
-        for key, spec in table.engine_specs.items():
-            implementation_of(key, getattr(table, key), spec, object)
 
     @property
     def state_id(self) -> str:

@@ -24,7 +24,7 @@ class Introductions:
     Args:
         own: Returns the endpoints of this rank's service, as its ranks exchanged them; an element is None if unknown.
         check_adverts: Raises ValueError if an endpoint cannot have these adverts, by name of the transport.
-        gone: Called with each endpoint that no session has introduced any more and that is not of this rank's own
+        forget: Called with each endpoint that no session has introduced any more and that is not of this rank's own
             service.
     """
 
@@ -32,10 +32,10 @@ class Introductions:
         self,
         own: Callable[[], Iterable[Endpoint | None]],
         check_adverts: Callable[[Mapping[str, bytes]], None],
-        gone: Callable[[Endpoint], None],
+        forget: Callable[[Endpoint], None],
     ) -> None:
         self._own = own
-        self._gone = gone
+        self._forget = forget
         self._check_adverts = check_adverts
         self._sessions: dict[str, dict[str, Endpoint]] = {}
 
@@ -55,19 +55,19 @@ class Introductions:
             self._check(endpoint)
         new = {address: endpoint_from_proto(endpoint) for address, endpoint in added.items()}
         self._sessions[session] = known | new
-        self._let_go(known[address] for address in known.keys() & new.keys())
+        self._forget_unnamed(known[address] for address in known.keys() & new.keys())
 
     def forget(self, session: str) -> None:
         """Removes all endpoints of a session."""
-        self._let_go(self._sessions.pop(session, {}).values())
+        self._forget_unnamed(self._sessions.pop(session, {}).values())
 
-    def _let_go(self, endpoints: Iterable[Endpoint]) -> None:
-        """Calls `gone` with those of these endpoints that nobody may name any more."""
+    def _forget_unnamed(self, endpoints: Iterable[Endpoint]) -> None:
+        """Calls `forget` with those of these endpoints that no session may name any more."""
         left = [e for e in endpoints if all(known.get(e.address) != e for known in self._sessions.values())]
         own = {e.address: e for e in self._own() if e is not None} if left else {}
         for endpoint in left:
             if own.get(endpoint.address) != endpoint:
-                self._gone(endpoint)
+                self._forget(endpoint)
 
     def check(self, session: str, endpoints: Iterable[common_pb2.Endpoint]) -> None:
         """Raises InvalidRequest if one of these endpoints neither was introduced by the session nor is of this rank's

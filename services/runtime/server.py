@@ -64,10 +64,10 @@ def _device_arena(
     Raises:
         OutOfSpace: The GPU has too little free memory.
     """
-    if gpu is None or not table.arena_device_mb or table.checksums:
+    if gpu is None or not table.device_arena_bytes:
         return None
     cuda, tensors = gpu
-    return DeviceArena(cuda, table.arena_device_mb << 20), tensors
+    return DeviceArena(cuda, table.device_arena_bytes), tensors
 
 
 class RankServer:

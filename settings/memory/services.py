@@ -69,13 +69,8 @@ def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
         scores_with_copy=table.optimizer is not None and not table.sharded,
         on_gpu=on_gpu,
         arena_bytes=table.arena_mb << 20,
-        device_arena_bytes=_device_arena_bytes(table, on_gpu),
+        device_arena_bytes=table.device_arena_bytes if on_gpu else 0,
     )
-
-
-def _device_arena_bytes(table: ServiceTable, on_gpu: bool) -> int:
-    """Returns the bytes of a rank's arena on its GPU; 0 where there is none."""
-    return table.arena_device_mb << 20 if on_gpu and not table.checksums else 0
 
 
 def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
@@ -101,7 +96,7 @@ def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
         rollout=_rollout_use(table, truncates) if isinstance(table, ActorTable) else None,
         on_gpu=on_gpu,
         arena_bytes=table.arena_mb << 20,
-        device_arena_bytes=_device_arena_bytes(table, on_gpu),
+        device_arena_bytes=table.device_arena_bytes if on_gpu else 0,
     )
 
 

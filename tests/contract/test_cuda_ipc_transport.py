@@ -64,7 +64,7 @@ def test_rows_come_by_the_next_transport_where_memory_of_the_source_cannot_be_op
         assert_same_bits(fetch(fetcher, mortal_peer.put(array))["x"], array)
     assert {name: moved.transfers for name, moved in fetcher.traffic().items()} == {"tcp": 2}
     assert fetcher.failures() == {
-        "cuda_ipc": f"{mortal_peer.endpoint}: open staging: RuntimeError: cudaErrorMapBufferObjectFailed"
+        "cuda_ipc": f"{mortal_peer.endpoint}: open staging memory: RuntimeError: cudaErrorMapBufferObjectFailed"
     }
     wait_until(lambda: mortal_peer.ask("device_used")["bytes"] == 0)
     assert mortal_peer.ask("freed_in_use") == {"times": 0}

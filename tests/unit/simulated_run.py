@@ -44,7 +44,7 @@ def numbers(seed: int, count: int) -> np.ndarray:
 
 @dataclass
 class Weather:
-    """What happens to calls: random delays, waits for another call, and a failure of the n-th call of all.
+    """Random delays of calls, waits for another call, and a failure of the n-th call of all.
 
     Attributes:
         seed: Seed of the delays.

@@ -20,7 +20,7 @@ from contract.loopback import CountedCuda
 from nccl_transfer import registry
 from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.devices.tensors import DeviceTensors
-from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.batch import Batch, concat_columns
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.remote_column import RemoteColumn
@@ -32,7 +32,7 @@ from nccl_transfer.store.device_arrays import DeviceArray
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports.gpu.cuda_ipc_source import CudaIpcSource
 from nccl_transfer.transports.gpu.nccl_source import NcclSource
-from rlhf.errors import InvalidRequest, Refused
+from rlhf.errors import InvalidRequest, Refused, TransferError
 from rlhf.v1 import common_pb2, cuda_ipc_pb2, nccl_pb2, transfer_pb2
 from services.runtime.encoding import ResponseEncoder
 from services.runtime.fetches import fetch_rows
@@ -103,6 +103,25 @@ def test_a_column_that_a_method_leaves_on_the_gpu_is_read_there_by_the_next(made
     assert column.values.tensor().array.tolist() == values.tolist()
     stat = server.store.stat()
     assert (stat.device_arena_bytes, stat.device_used_bytes, stat.host_copied_bytes) == (2 << 20, 256, 0)
+
+
+def test_the_part_of_a_column_that_is_in_host_memory_is_verified(made) -> None:
+    """Rows of a service on GPUs and of one with checksums, in one batch."""
+    made.append(server := rank_of(OnGpu, arena_device_mb=2))
+    store, lease = server.store, Lease("session", 1)
+    assert store.device is not None
+    values = np.arange(4, dtype=np.float32)
+    there = store.device.put_column(HostTensor(values, "float32"), lease)
+    shard = store.fill(
+        values.nbytes, lease, lambda memory: memory.cast("f").__setitem__(0, 1.0), checksums=True
+    )
+    here = RemoteColumn.of_shard("float32", (), 4, shard)
+    batch = Batch(8, {COLUMN: concat_columns([there, here])})
+    fetched = server.fetcher.fetch(batch, time.monotonic() + 20, on_device={COLUMN})
+    assert isinstance(fetched[COLUMN], DeviceArray)
+    store.view(shard.id, 0, 1)[0] ^= 1
+    with pytest.raises(TransferError, match=f"column '{COLUMN}', shard {shard.id}: .* checksum"):
+        server.fetcher.fetch(batch, time.monotonic() + 20, on_device={COLUMN})
 
 
 def test_a_column_for_which_the_arena_has_no_room_goes_to_the_host_and_is_counted(made) -> None:

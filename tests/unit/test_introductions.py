@@ -123,7 +123,7 @@ def test_a_rank_that_comes_back_under_a_new_epoch_takes_the_place_of_the_old(tab
     assert "as it is given here" in names(table, "run", proto(OTHER))
 
 
-def test_what_no_session_has_introduced_any_more_is_let_go_and_nothing_else() -> None:
+def test_what_no_session_has_introduced_any_more_is_forgotten_and_nothing_else() -> None:
     gone: list[Endpoint] = []
     table = Introductions(lambda: (None, OWN, PEER), lambda adverts: None, gone.append)
     third = Endpoint("10.0.0.3:7101", epoch=5)
@@ -277,15 +277,15 @@ def test_only_the_current_session_introduces_and_its_end_is_the_end_of_that() ->
                 rank.queue.introduce(name, [proto(OTHER)])
         await rank.start(1, rank.near())
         rank.queue.introduce("run", [proto(OTHER)])
-        let_go: list[Endpoint] = []
-        rank.fetcher.forget = let_go.append  # type: ignore[method-assign]
+        forgotten: list[Endpoint] = []
+        rank.fetcher.forget = forgotten.append  # type: ignore[method-assign]
         known = rank.start(2, far())
         assert not known.done()
         with pytest.raises(Exception, match="no transport reaches actor rank 1"):
             await known
-        assert not let_go
+        assert not forgotten
         rank.queue.sessions.end("run")
-        assert let_go == [OTHER]
+        assert forgotten == [OTHER]
         await rank.start(1, rank.near(), session="next")
         with pytest.raises(InvalidRequest, match="session 'next' has introduced"):
             await rank.start(2, far(), session="next")

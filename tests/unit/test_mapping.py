@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 from click.testing import CliRunner, Result
+from unit.test_memory_check import LLAMA_7B
 
 from controller.algorithms import find_algorithm
 from controller.config.config import load
@@ -28,17 +29,9 @@ from deploy.memory import predict_memory
 from rlhf.errors import ConfigError
 from settings.memory.predict import predict
 from settings.memory.shape import LLAMA_SHAPES, ModelShape
+from settings.reward import RewardTable
 
 QUICKSTARTS = Path(__file__).parents[2] / "deploy/quickstart"
-LLAMA_7B = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 4096,
-}
 SERVICES: tuple[str, ...] = ("actor", "critic", "reference", "reward")
 
 
@@ -286,10 +279,30 @@ def test_where_nothing_fits_the_least_devices_are_told(config_file: Path) -> Non
     ran = rlhf_map("find", config_file, "--devices", "A100-80GB:1")
     assert ran.exit_code == 1
     assert "actor needs at least " in ran.stderr
-    least = re.search(r"at least (\d+) A100-80GB have a plan", ran.stderr)
+    least = re.search(r"A100-80GB: it takes at least (\d+)$", ran.stderr)
     assert least is not None
     assert rlhf_map("find", config_file, "--devices", f"A100-80GB:{least[1]}").exit_code == 0
     assert rlhf_map("find", config_file, "--devices", f"A100-80GB:{int(least[1]) - 1}").exit_code == 1
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["scores", "learns"])
+def test_a_sharded_reward_stays_sharded_and_recomputes_nothing(config_file: Path, learns: bool) -> None:
+    """A reward service shards by fsdp alone, and has no activation checkpointing."""
+    planned = config_file.with_name("plan.toml")
+    keys = [
+        "services.reward.sharded=true",
+        *(["services.reward.optimizer.learning_rate=1e-5"] if learns else []),
+    ]
+    settings = [part for key in keys for part in ("--set", key)]
+    ran = rlhf_map("find", config_file, "--devices", "A100-80GB:8", *settings, "-o", planned)
+    assert ran.exit_code == 0, ran.output
+    line = next(line for line in ran.stdout.splitlines() if re.search(r"\breward +\d", line))
+    assert re.search(r"reward +\d+ +fsdp ", line)
+    assert "recomputes" not in line
+    reward = load(planned).services["reward"]
+    assert isinstance(reward, RewardTable)
+    assert reward.sharded
+    assert predict_memory(load(planned), ["reward"], 80 * 10**9).misfits == []
 
 
 @pytest.mark.parametrize(

@@ -175,26 +175,8 @@ def test_a_session_begins_without_the_weights_of_the_one_before(
         worker.begin_session(NO_ROWS, worker_pb2.BeginSessionRequest(directories=["/tmp/x"]), call())
 
 
-def test_tied_weights_come_once(tmp_path: Path) -> None:
-    config = Qwen2Config(
-        vocab_size=70,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = Qwen2ForCausalLM(config)
-    model.save_pretrained(tmp_path)
-    wanted = whole_weights(tmp_path, torch.float32, CPU)
-    assert wanted.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert {each.name for each in wanted.slices()} == dict(model.named_parameters()).keys()
-    assert {*wanted.layouts, *wanted.aliases} == model.state_dict().keys()
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_shards_of_a_mesh_cover_every_element_of_the_checkpoint_once(tmp_path: Path, tied: bool) -> None:
+def saved_qwen(directory: Path, *, tied: bool) -> Qwen2ForCausalLM:
+    """A small model, saved in a directory."""
     config = Qwen2Config(
         vocab_size=70,
         hidden_size=32,
@@ -205,7 +187,21 @@ def test_the_shards_of_a_mesh_cover_every_element_of_the_checkpoint_once(tmp_pat
         tie_word_embeddings=tied,
     )
     model = Qwen2ForCausalLM(config)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(directory)
+    return model
+
+
+def test_tied_weights_come_once(tmp_path: Path) -> None:
+    model = saved_qwen(tmp_path, tied=True)
+    wanted = whole_weights(tmp_path, torch.float32, CPU)
+    assert wanted.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert {each.name for each in wanted.slices()} == dict(model.named_parameters()).keys()
+    assert {*wanted.layouts, *wanted.aliases} == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_shards_of_a_mesh_cover_every_element_of_the_checkpoint_once(tmp_path: Path, tied: bool) -> None:
+    model = saved_qwen(tmp_path, tied=tied)
     mesh = Mesh(2, 2, 1)
     count = {name: np.zeros(x.shape, int) for name, x in model.named_parameters()}
     ends = {"model.embed_tokens.weight"} if tied else set()

@@ -49,7 +49,7 @@ def test_a_copy_stays_on_a_device_with_room_for_it_and_twice_as_much(
 def test_once_a_step_was_taken_its_memory_decides(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SnapshotMemory(DEVICE)
     for taken, has_room in ((10, True), (700, False), (10, False)):  # the largest so far counts
-        monkeypatch.setattr(snapshots, "peak_bytes", lambda device, taken=taken: taken)
+        monkeypatch.setattr(snapshots, "peak_allocated_bytes", lambda device, taken=taken: taken)
         monkeypatch.setattr(snapshots, "free_bytes", lambda device: NUM_BYTES + 500)
         memory.stepped()
         check(memory.copy(state()), "pretend" if has_room else "cpu")

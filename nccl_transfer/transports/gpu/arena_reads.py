@@ -7,6 +7,7 @@ memory, so a shard that was released meanwhile is an error."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import grpc
 
@@ -16,7 +17,7 @@ from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.arena import ArenaReader, DevicePlace
 from nccl_transfer.transports.base import DeviceMemory
 from nccl_transfer.transports.gpu.liveness import LivenessStream
-from nccl_transfer.transports.gpu.peer_connection import PeerConnection, attaching
+from nccl_transfer.transports.gpu.peer_connection import PeerConnection
 from nccl_transfer.transports.memfd import MemfdReader
 from rlhf.errors import AttachFailed, TransferError
 from rlhf.v1 import cuda_ipc_pb2 as pb
@@ -50,7 +51,7 @@ class _OpenedArena:
             self._ready[number] = self._cuda.open_event(self._handles[number])
         return self._ready[number]
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Closes memory and events, then ends the stream."""
         self._cuda.synchronize()
         self._cuda.close(self.pointer)
@@ -59,7 +60,7 @@ class _OpenedArena:
         self.liveness.cancel()
 
 
-class ArenaClient(PeerConnection[CudaIpcServiceStub]):
+class ArenaClient(PeerConnection[CudaIpcServiceStub, _OpenedArena]):
     """Reads from the arena of one source, one read at a time.
 
     Args:
@@ -72,16 +73,6 @@ class ArenaClient(PeerConnection[CudaIpcServiceStub]):
         super().__init__(channel, CudaIpcServiceStub)
         self._cuda = cuda
         self._headers = headers
-        self._arena: _OpenedArena | None = None
-
-    @property
-    def liveness(self) -> LivenessStream | None:
-        return self._arena.liveness if self._arena is not None else None
-
-    def end(self) -> None:
-        if self._arena is not None:
-            self._arena.close()
-        self._arena = None
 
     def receive(
         self,
@@ -95,7 +86,7 @@ class ArenaClient(PeerConnection[CudaIpcServiceStub]):
         try:
             with self.turn(source, str(source), deadline):
                 headers = self._map_headers(source, deadline)
-                arena = self._open_arena(source, deadline)
+                arena = self.resources(source, f"{source}: open the arena", deadline)
                 self._copy(source, arena, headers, ranges, memory.pointer, offsets, deadline)
         except BaseException:
             memory.free()
@@ -139,19 +130,6 @@ class ArenaClient(PeerConnection[CudaIpcServiceStub]):
             raise AttachFailed(f"{source}: its headers cannot be read: {reason}")
         return self._headers.arena(source, deadline)
 
-    def _open_arena(self, source: Endpoint, deadline: float) -> _OpenedArena:
-        """Returns the source's arena, opened anew where it is not open or its stream has ended."""
-        if self._arena is not None and not self._arena.liveness.is_alive:
-            self.end()
-        if self._arena is None:
-            request = pb.OpenArenaRequest(epoch=source.epoch, device_uuid=self._cuda.uuid)
-            where = f"{source}: open the arena"
-            liveness = LivenessStream(self.stub.OpenArena(request), self.closed)
-            try:
-                with attaching(where):
-                    self._arena = _OpenedArena(self._cuda, liveness, liveness.first(deadline, where))
-            except BaseException:
-                liveness.cancel()
-                self.disconnect()
-                raise
-        return self._arena
+    def make_resources(self, source: Endpoint, where: str, deadline: float) -> _OpenedArena:
+        request = pb.OpenArenaRequest(epoch=source.epoch, device_uuid=self._cuda.uuid)
+        return self.opened(self.stub.OpenArena(request), where, deadline, partial(_OpenedArena, self._cuda))

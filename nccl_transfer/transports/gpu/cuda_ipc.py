@@ -39,7 +39,7 @@ from nccl_transfer.transports.common import layout, remaining_s
 from nccl_transfer.transports.gpu.arena_reads import ArenaClient
 from nccl_transfer.transports.gpu.cuda_ipc_source import GENERATION, HEADER_BYTES, SLOT_BYTES, CudaIpcSource
 from nccl_transfer.transports.gpu.liveness import LivenessStream, liveness_channel, wait_for_answer
-from nccl_transfer.transports.gpu.peer_connection import PeerConnection, PeerConnections, attaching
+from nccl_transfer.transports.gpu.peer_connection import PeerConnection, PeerConnections
 from nccl_transfer.transports.memfd import MemfdReader
 from rlhf.errors import TransferError
 from rlhf.v1 import cuda_ipc_pb2 as pb
@@ -129,17 +129,17 @@ class CudaIpcReader(Reader):
 class _MappedStaging:
     """Staging memory and events of a source, opened in this process."""
 
-    def __init__(self, cuda: Cuda, liveness: LivenessStream, lent: pb.OpenStagingResponse) -> None:
+    def __init__(self, cuda: Cuda, liveness: LivenessStream, shared: pb.OpenStagingResponse) -> None:
         self.liveness = liveness
-        self.slot_bytes = lent.slot_bytes
+        self.slot_bytes = shared.slot_bytes
         self.generations = itertools.count(1)
         self.events: list[Event] = []
         self._cuda = cuda
         with ExitStack() as unless_mapped:
-            for handle in lent.event_handles:
+            for handle in shared.event_handles:
                 self.events.append(cuda.open_event(handle))
                 unless_mapped.callback(self.events[-1].close)
-            self._memory = cuda.open(lent.memory_handle)
+            self._memory = cuda.open(shared.memory_handle)
             unless_mapped.pop_all()
 
     def slot(self, number: int) -> int:
@@ -161,23 +161,13 @@ class _MappedStaging:
         self.liveness.cancel()
 
 
-class StagingClient(PeerConnection[CudaIpcServiceStub]):
+class StagingClient(PeerConnection[CudaIpcServiceStub, _MappedStaging]):
     """Reads from the staging memory of one source, one read at a time; concurrent reads wait for each other."""
 
     def __init__(self, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
         super().__init__(channel, CudaIpcServiceStub)
         self._cuda = cuda
         self._reader = uuid.uuid4().hex
-        self._staging: _MappedStaging | None = None
-
-    @property
-    def liveness(self) -> LivenessStream | None:
-        return self._staging.liveness if self._staging is not None else None
-
-    def end(self) -> None:
-        if self._staging is not None:
-            self._staging.end()
-        self._staging = None
 
     def read(
         self,
@@ -200,7 +190,7 @@ class StagingClient(PeerConnection[CudaIpcServiceStub]):
         """
         with self.turn(source, str(source), deadline):
             try:
-                staging = self._open_staging(source, deadline)
+                staging = self.resources(source, f"{source}: open staging memory", deadline)
                 in_flight: deque[tuple[list[_Piece], int, int, Any]] = deque()
                 for number, pieces in enumerate(cut_slots(ranges, staging.slot_bytes)):
                     slot, generation = number % len(staging.events), next(staging.generations)
@@ -215,24 +205,11 @@ class StagingClient(PeerConnection[CudaIpcServiceStub]):
                 self.end()
                 raise
 
-    def _open_staging(self, source: Endpoint, deadline: float) -> _MappedStaging:
-        """Returns the source's staging memory, opened anew where there is none or its stream has ended."""
-        if self._staging is not None and not self._staging.liveness.is_alive:
-            self.end()
-        if self._staging is None:
-            request = pb.OpenStagingRequest(
-                reader=self._reader, epoch=source.epoch, device_uuid=self._cuda.uuid
-            )
-            where = f"{source}: open staging"
-            liveness = LivenessStream(self.stub.OpenStaging(request), self.closed)
-            try:
-                with attaching(where):
-                    self._staging = _MappedStaging(self._cuda, liveness, liveness.first(deadline, where))
-            except BaseException:
-                liveness.cancel()
-                self.disconnect()
-                raise
-        return self._staging
+    def make_resources(self, source: Endpoint, where: str, deadline: float) -> _MappedStaging:
+        request = pb.OpenStagingRequest(reader=self._reader, epoch=source.epoch, device_uuid=self._cuda.uuid)
+        return self.opened(
+            self.stub.OpenStaging(request), where, deadline, partial(_MappedStaging, self._cuda)
+        )
 
     def _request_slot(
         self, source: Endpoint, slot: int, generation: int, pieces: Sequence[_Piece], deadline: float

@@ -32,7 +32,7 @@ class _StagingMemory:
         self.ended = asyncio.Event()
         self.memory = DeviceBuffer(cuda, SLOTS * (HEADER_BYTES + slot_bytes))
         self.events: list[Event] = [cuda.event() for _ in range(SLOTS)]
-        self.lent = pb.OpenStagingResponse(
+        self.handles = pb.OpenStagingResponse(
             memory_handle=cuda.share(self.memory.pointer),
             event_handles=[event.handle for event in self.events],
             slot_bytes=slot_bytes,
@@ -170,7 +170,7 @@ class CudaIpcSource(Source):
             before.end()
         self._stagings[request.reader] = staging
         try:
-            yield staging.lent
+            yield staging.handles
             await staging.ended.wait()
         finally:
             staging.end()
@@ -190,7 +190,9 @@ class CudaIpcSource(Source):
         check_epoch(self._store, request.epoch)
         staging = self._stagings.get(request.reader)
         if staging is None or staging.ended.is_set():
-            raise Refused("nothing is lent to this reader")
+            raise Refused(
+                f"reader {request.reader} has no staging memory here: OpenStaging has to come first"
+            )
         staging.check(request)
         await staging.fill(self._store, request)
         return pb.StageResponse(generation=request.generation)
@@ -198,6 +200,5 @@ class CudaIpcSource(Source):
     def close(self) -> None:
         """Ends all streams, and frees the staging memory of all readers."""
         self._closed.set()
-        self._closed = asyncio.Event()
         for staging in self._stagings.values():
             staging.end()

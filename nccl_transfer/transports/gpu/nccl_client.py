@@ -24,7 +24,7 @@ from nccl_transfer.transports.gpu.communicator import (
 from nccl_transfer.transports.gpu.liveness import LivenessStream, wait_for_answer
 from nccl_transfer.transports.gpu.manifest import manifest_item
 from nccl_transfer.transports.gpu.nccl_reader_session import NcclReaderSession
-from nccl_transfer.transports.gpu.peer_connection import PeerConnection, attaching
+from nccl_transfer.transports.gpu.peer_connection import PeerConnection
 from nccl_transfer.transports.gpu.transaction import Phase, Transaction
 from rlhf.errors import (
     DeadlineExceeded,
@@ -39,7 +39,7 @@ ABORT_S = 1.0
 """Timeout of an Abort call in seconds; without it the source aborts by itself, at its own deadline."""
 
 
-class NcclClient(PeerConnection[NcclServiceStub]):
+class NcclClient(PeerConnection[NcclServiceStub, NcclReaderSession]):
     """Reads from one source by NCCL, with at most one communicator and one transfer at a time."""
 
     def __init__(self, nccl: Nccl, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
@@ -48,7 +48,6 @@ class NcclClient(PeerConnection[NcclServiceStub]):
         self._cuda = cuda
         self._reader = uuid.uuid4().hex
         self._epoch = 0  # of the newest communicator
-        self._session: NcclReaderSession | None = None
         self._buffer: DeviceBuffer | None = None
 
     def receive(
@@ -95,7 +94,7 @@ class NcclClient(PeerConnection[NcclServiceStub]):
         with ExitStack() as turn:
             try:
                 turn.enter_context(self.turn(source, f"{source}: plan {plan}, queue", deadline))
-                session = self._open_session(source, f"{source}: plan {plan}, attach", deadline)
+                session = self.resources(source, f"{source}: plan {plan}, attach", deadline)
             except BaseException:
                 free()
                 raise
@@ -105,10 +104,6 @@ class NcclClient(PeerConnection[NcclServiceStub]):
         if self._buffer is not None:
             self._buffer.free()
         self._buffer = None
-
-    @property
-    def liveness(self) -> LivenessStream | None:
-        return self._session.liveness if self._session is not None else None
 
     def end(self, free: Callable[[], None] = lambda: None) -> None:
         """Ends the session, if any. Frees the buffer, and calls `free` to free other memory that the session used, once
@@ -120,26 +115,13 @@ class NcclClient(PeerConnection[NcclServiceStub]):
             if buffer is not None:
                 buffer.free()
 
-        if self._session is not None:
-            self._session.end(free_all)
+        if self._resources is not None:
+            self._resources.end(free_all)
         else:
             free_all()
-        self._session = None
+        self._resources = None
 
-    def _open_session(self, source: Endpoint, where: str, deadline: float) -> NcclReaderSession:
-        """Returns the session with the source, a new one where there is none or its stream has ended."""
-        if self._session is not None and not self._session.liveness.is_alive:
-            self.end()
-        if self._session is None:
-            try:
-                with attaching(where):
-                    self._session = self._attach(source, where, deadline)
-            except BaseException:
-                self.disconnect()
-                raise
-        return self._session
-
-    def _attach(self, source: Endpoint, where: str, deadline: float) -> NcclReaderSession:
+    def make_resources(self, source: Endpoint, where: str, deadline: float) -> NcclReaderSession:
         """Creates a communicator with the source; returns its session."""
         self._epoch += 1
         unique_id = self._nccl.unique_id()

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
@@ -20,10 +20,25 @@ CLOSING_S = 5.0
 """Maximum seconds that `close` waits for a running transfer. It ends immediately unless a CUDA call blocks it."""
 
 
+class Resources(Protocol):
+    """Resources of a connection, valid while a liveness stream is open.
+
+    Attributes:
+        liveness: The stream.
+    """
+
+    liveness: LivenessStream
+
+    def end(self) -> None:
+        """Frees the resources, then cancels the stream."""
+
+
 S = TypeVar("S")
+R = TypeVar("R", bound=Resources)
+T = TypeVar("T")
 
 
-class PeerConnection(ABC, Generic[S]):
+class PeerConnection(ABC, Generic[S, R]):
     """Connection of this process to one source: a channel, resources that are valid while a liveness stream is open,
     and a lock that admits one transfer at a time (`turn`). Only `closed`, `close` and `forget` may be used without
     the lock.
@@ -41,16 +56,51 @@ class PeerConnection(ABC, Generic[S]):
         self.closed = threading.Event()
         self._open = channel
         self._channel: grpc.Channel | None = None
+        self._resources: R | None = None
         self._turn = threading.Lock()
 
-    @property
     @abstractmethod
-    def liveness(self) -> LivenessStream | None:
-        """Liveness stream of the current resources; None if there are none."""
+    def make_resources(self, source: Endpoint, where: str, deadline: float) -> R:
+        """Opens the resources at the source, and frees what it has opened where that fails.
 
-    @abstractmethod
+        Args:
+            source: The source.
+            where: Prefix of error messages.
+            deadline: Time on the clock of `time.monotonic`, in seconds.
+
+        Raises:
+            RlhfError: The resources cannot be opened; see `attaching`.
+        """
+
+    def resources(self, source: Endpoint, where: str, deadline: float) -> R:
+        """Returns the resources; opens them anew where there are none or their stream has ended. Arguments and errors
+        are those of `make_resources`; where it fails, the channel is closed."""
+        if self._resources is not None and not self._resources.liveness.is_alive:
+            self.end()
+        if self._resources is None:
+            try:
+                with attaching(where):
+                    self._resources = self.make_resources(source, where, deadline)
+            except BaseException:
+                self.disconnect()
+                raise
+        return self._resources
+
+    def opened(self, stream: Any, where: str, deadline: float, make: Callable[[LivenessStream, Any], T]) -> T:
+        """Returns `make(liveness, message)` for the first message of a stream that was just started; cancels the stream
+        where that fails. Raises as `LivenessStream.wait` and `make` do."""
+        liveness = LivenessStream(stream, self.closed)
+        try:
+            return make(liveness, liveness.first(deadline, where))
+        except BaseException:
+            liveness.cancel()
+            raise
+
     def end(self) -> None:
         """Frees the current resources, if any, and cancels their liveness stream."""
+        if self._resources is not None:
+            self._resources.end()
+        self._resources = None
 
     @property
     def stub(self) -> S:
@@ -87,7 +137,7 @@ class PeerConnection(ABC, Generic[S]):
         else does nothing. A later transfer connects again."""
         if self._turn.acquire(blocking=False):
             try:
-                if self.liveness is None or not self.liveness.is_alive:
+                if self._resources is None or not self._resources.liveness.is_alive:
                     self.disconnect()
             finally:
                 self._leave()
@@ -130,7 +180,7 @@ def attaching(where: str) -> Iterator[None]:
         raise AttachFailed(text) from error
 
 
-A = TypeVar("A", bound=PeerConnection[Any])
+A = TypeVar("A", bound=PeerConnection[Any, Any])
 
 
 class PeerConnections(Generic[A]):
