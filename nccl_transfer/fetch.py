@@ -191,7 +191,7 @@ class Fetcher:
             ),
         ]
         jobs += [partial(self._place, source, stays[source], deadline, traffic) for source in stays]
-        done = self._run_all(jobs)
+        done = _run_all(self._pool, jobs)
         readings, placed = done[: len(wanted)], done[len(wanted) :]
         read = {
             source: ReadRanges(wanted[source], reading.writable() if writable else reading)
@@ -220,21 +220,6 @@ class Fetcher:
         reading = self._read(source, ranges, None, NO_RELAYS, deadline, traffic)
         self._verifier.verify({source: ReadRanges(ranges, reading)})
         return reading
-
-    def _run_all(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Runs jobs in parallel and returns their results in order. Raises the first error without waiting for the
-        other jobs; those that have not begun do not run."""
-        if len(jobs) <= 1:
-            return [job() for job in jobs]
-        futures = [self._pool.submit(job) for job in jobs]
-        try:
-            for future in as_completed(futures):
-                future.result()  # the first failure ends the fetch; reads that have begun end by the deadline
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
-        return [future.result() for future in futures]
 
     def _read(
         self,
@@ -282,3 +267,19 @@ class Fetcher:
         with self._lock:
             for counts in (traffic, self._traffic):
                 counts[transport] = counts.get(transport, Traffic()) + moved
+
+
+def _run_all(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], T]]) -> list[T]:
+    """Runs jobs in parallel and returns their results in order. Raises the first error without waiting for the other
+    jobs; those that have not begun do not run."""
+    if len(jobs) <= 1:
+        return [job() for job in jobs]
+    futures = [pool.submit(job) for job in jobs]
+    try:
+        for future in as_completed(futures):
+            future.result()  # the first failure ends the fetch; reads that have begun end by the deadline
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
+    return [future.result() for future in futures]
