@@ -30,7 +30,8 @@ class WeightInbox:
         self._second_buffer = second_buffer
         self._expected = sum(each.nbytes for each in wanted.slices())
         self.versions = Versions(second_buffer=second_buffer)
-        self._buffer: dict[str, Tensor] | None = None
+        self._buffer: dict[str, Tensor] = {}
+        self._is_in_buffer = False
 
     def receive(self, version: Version, pieces: Iterable[Piece]) -> int:
         """Writes the pieces of all weights, which then wait for `commit`; returns their bytes.
@@ -43,41 +44,43 @@ class WeightInbox:
             TransferError: Pieces are missing. Whatever the error is: with a second buffer, or before the first piece,
                 the engine has the weights from before; otherwise none to generate with.
         """
-        self._buffer, coming = None, _Coming(pieces, self.versions.begin)
+        coming = _Coming(pieces, self.versions.begin)
         if self._second_buffer:
             self.versions.begin()  # what has arrived before was in the buffer
-            buffer = self.wanted.allocate()
-            self.wanted.write(buffer, coming)
+            # Kept from one transfer to the next: memory that is written to for the first time costs page faults.
+            self._buffer = self._buffer or self.wanted.allocate()
+            self.wanted.write(self._buffer, coming)
         else:
-            buffer = None
             self._receive_in_place(coming)
         received = coming.nbytes
         if received != self._expected:
             raise TransferError(f"{received} bytes of weights have arrived, of {self._expected}")
-        self._buffer = buffer
+        self._is_in_buffer = self._second_buffer
         self.versions.complete(version)
         return received
 
     def keep(self, version: Version) -> None:
         """Notes that the weights that the engine has are also those of another transfer."""
-        self._buffer = None
+        self._is_in_buffer = False
         self.versions.complete(version)
 
     def commit(self) -> None:
         """Makes the weights that have arrived those that the engine generates with, if any have."""
-        if self._buffer is not None:
-            buffer, self._buffer = self._buffer, None
-            arrived = self.versions.arrived
+        arrived = self.versions.arrived
+        if arrived is not None and self._is_in_buffer:
             self.versions.clear()  # until all are loaded
-            self._engine.load_weights(self.wanted.named(buffer))
-            assert arrived is not None, "weights in the buffer have arrived"
+            self._engine.load_weights(self.wanted.named(self._buffer))
             self.versions.complete(arrived)
         self.versions.commit()
 
     def clear(self) -> None:
         """Forgets all weights: the engine has none to generate with."""
-        self._buffer = None
         self.versions.clear()
+
+    def free_buffer(self) -> None:
+        """Frees the second buffer until the next transfer, unless weights wait in it for their commit."""
+        if self.versions.arrived is None or not self._is_in_buffer:
+            self._buffer = {}
 
     def _receive_in_place(self, pieces: Iterable[Piece]) -> None:
         memory = self._engine.weight_memory()

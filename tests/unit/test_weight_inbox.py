@@ -19,6 +19,7 @@ from services.rollout_service.inbox import WeightInbox
 from services.rollout_service.versions import Version, Versions
 from services.rollout_service.wanted import Piece, WantedWeights
 from services.storage.layout import Layout
+from services.weights.copying import Values
 
 CPU = torch.device("cpu")
 LAYOUTS = {
@@ -90,7 +91,7 @@ def pieces_of(wanted: WantedWeights, value: Any, seed: int = 0) -> Iterator[Piec
                 cut.append(WeightSlice(each.name, each.shape, box, each.dtype))
     random.Random(seed).shuffle(cut)
     for each in cut:
-        yield each, value(each)
+        yield each, Values(value(each))
 
 
 def constant(number: float) -> Any:
