@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -47,7 +47,6 @@ class WeightInbox:
         coming = _Coming(pieces, self.versions.begin)
         if self._second_buffer:
             self.versions.begin()  # what has arrived before was in the buffer
-            # Kept from one transfer to the next: memory that is written to for the first time costs page faults.
             self._buffer = self._buffer or self.wanted.allocate()
             self.wanted.write(self._buffer, coming)
         else:
@@ -69,7 +68,9 @@ class WeightInbox:
         arrived = self.versions.arrived
         if arrived is not None and self._is_in_buffer:
             self.versions.clear()  # until all are loaded
-            self._engine.load_weights(self.wanted.named(self._buffer))
+            before, buffer, self._buffer = self._engine.weight_memory(), self._buffer, {}
+            self._engine.load_weights(self.wanted.named(buffer))
+            self._buffer = _spare(buffer, before, self._engine.weight_memory())
             self.versions.complete(arrived)
         self.versions.commit()
 
@@ -88,6 +89,26 @@ class WeightInbox:
             self.wanted.write(memory, pieces)
         else:
             self._engine.load_weights(self.wanted.assembled(pieces))
+
+
+def _spare(
+    buffer: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns memory for the next transfer, so that it is not allocated anew: the first write to new memory costs page
+    faults. It is the buffer, or what the engine had before where it has kept tensors of the buffer as its own; none
+    (an empty dictionary) where the engine does not say what it generates with.
+
+    Args:
+        buffer: The tensors that the engine was given.
+        before, after: `RolloutEngine.weight_memory` before and after that.
+    """
+    spare = {}
+    for name, tensor in buffer.items():
+        if name not in after:
+            return {}
+        is_kept = after[name].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        spare[name] = before[name] if is_kept else tensor
+    return spare
 
 
 class _Coming:
