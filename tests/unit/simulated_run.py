@@ -259,7 +259,7 @@ class Simulation:
                     mesh=worker_pb2.MeshShape(pipeline=1, tensor=1, data=1),
                     input_form=worker_pb2.INPUT_FORM_TENSOR,
                 ),
-                self.config.devices(name),
+                self.config.devices_of(name),
                 session,
                 cluster._placement,
                 cluster._loop,
