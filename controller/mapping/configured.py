@@ -114,7 +114,7 @@ def _sharing(config: Config, models: Sequence[Model]) -> list[tuple[list[int], i
     """Returns the sets of models whose pools are connected by shared devices, each with its number of devices."""
     found: list[tuple[list[int], frozenset[str]]] = []
     for number, model in enumerate(models):
-        devices = config.devices(model.name)
+        devices = config.devices_of(model.name)
         joined = [each for each in found if each[1] & devices]
         found = [each for each in found if not each[1] & devices]
         members = sorted([number, *(one for numbers, _ in joined for one in numbers)])
