@@ -79,6 +79,7 @@ class Cluster:
     Args:
         config: Configuration of the run.
         session: Session of the run.
+        loop: Event loop that the clients run on. Default: a new one.
 
     Attributes:
         groups: Role group of each service of the config, by name; empty before `connect`.
@@ -86,13 +87,13 @@ class Cluster:
         session: Session of the run.
     """
 
-    def __init__(self, config: Config, session: Session) -> None:
+    def __init__(self, config: Config, session: Session, loop: Loop | None = None) -> None:
         self.config = config
         self.session = session
         self.groups: dict[str, RoleGroup] = {}
         self.origins: dict[str, str] = {}
         self._also_served: dict[str, RoleGroup] = {}
-        self._loop = Loop()
+        self._loop = loop or Loop()
         self._placement = Placement()
         self._watch = StatusWatch()
 
