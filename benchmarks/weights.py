@@ -51,7 +51,6 @@ from services.reference.worker import ReferenceWorker
 from services.runtime.ranks import Ranks
 from services.runtime.server import RankServer
 from services.testing.single_rank import single_rank
-from services.weights.copying import copy_values
 from services.weights.receive import receive
 from settings.reference import ReferenceTable
 
@@ -170,7 +169,7 @@ class Receiver:
         sent = self._stub.SendWeights.future(request, timeout=TIMEOUT_S)
         for piece, values in receive(transfer, 0, self._fetcher, time.monotonic() + TIMEOUT_S):
             place = tuple(map(slice, piece.box.starts, piece.box.stops))
-            copy_values(self._targets[piece.name][place], values)
+            values.copy_to(self._targets[piece.name][place])
         sent.result()
         return time.perf_counter() - began
 

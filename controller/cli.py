@@ -233,7 +233,8 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
     for name, table in config.services.items():
         ranks = "1 rank" if table.ranks == 1 else f"{table.ranks} ranks"
         start = "would be started" if launch and not table.external else "has to be there"
-        click.echo(f"services.{name}: {table.role}, {ranks} at {table.address}, {start}", err=True)
+        where = f", on {', '.join(sorted(config.devices_of(name)))}" if table.pool or config.placement else ""
+        click.echo(f"services.{name}: {table.role}, {ranks} at {table.address}{where}, {start}", err=True)
     click.echo(tomli_w.dumps(algorithm.resolved(config)), nl=False)
 
 

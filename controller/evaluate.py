@@ -20,6 +20,8 @@ from settings.strict import override, validate
 
 MODEL_FILE = "config.json"
 """File by which a directory is a model directory."""
+MEASURING = ("actor", "rollout", "reward")
+"""Roles of the services that an evaluation uses."""
 
 
 def evaluate(
@@ -74,7 +76,7 @@ def _config(
     directory: Path, point: ResumePoint | None, path: Path | None, settings: tuple[str, ...]
 ) -> Config:
     """Returns the config of the evaluation, from `path`, or else from the checkpoint's run: only the services of role
-    actor or reward, and no checkpoints. Raises ConfigError for a model directory without `path`."""
+    actor, rollout or reward, and no checkpoints. Raises ConfigError for a model directory without `path`."""
     if point:
         tables = point.facts["config"]
         config = (
@@ -84,7 +86,7 @@ def _config(
         config = load(path, (*settings, f"services.actor.model='{directory}'"))
     else:
         raise ConfigError(f"{directory} is a model directory: --config has to say which services measure it")
-    needed = {name: table for name, table in config.services.items() if table.role in ("actor", "reward")}
+    needed = {name: table for name, table in config.services.items() if table.role in MEASURING}
     update = {"services": needed, "checkpoint": CheckpointTable()}
     return config.model_copy(update=update)
 

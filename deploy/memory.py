@@ -168,8 +168,8 @@ def _device_misfits(config: Config, services: Mapping[str, ServiceMemory], devic
 
 def _sharing(config: Config, names: Sequence[str]) -> list[tuple[str, ...]]:
     """Returns the sets of services that share a device, each once."""
-    devices = {device for name in names for device in config.devices(name)}
-    sets = {tuple(name for name in names if device in config.devices(name)) for device in devices}
+    devices = {device for name in names for device in config.devices_of(name)}
+    sets = {tuple(name for name in names if device in config.devices_of(name)) for device in devices}
     return sorted(sets)
 
 

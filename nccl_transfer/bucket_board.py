@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from nccl_transfer.refs.shards import Shard
 from nccl_transfer.refs.weight_plans import Bucket
+from nccl_transfer.store.columns import Write
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports.common import check_epoch
 from rlhf.errors import DeadlineExceeded, InvalidRequest, Refused, drop_frames
@@ -54,14 +55,15 @@ class Offer:
         self._read_before = {receiver: 0 for bucket in buckets for receiver in bucket.destinations}
         self._changed = threading.Condition()
 
-    def pack(self, number: int, write: Callable[[memoryview], None]) -> None:
-        """Makes the next bucket, which `write` fills, and gives it to the receivers that wait for it.
+    def pack(self, number: int, write: Write) -> None:
+        """Makes the next bucket, which `write` fills, and gives it to the receivers that wait for it. `write`
+        returns its checksums.
 
         Raises:
             OutOfSpace: The bucket does not fit into the arena.
             Refused: The session of the lease has ended.
         """
-        shard = self._store.fill(self._buckets[number].nbytes, self._lease, write, checksums=True)
+        shard = self._store.fill(self._buckets[number].nbytes, self._lease, write)
         with self._changed:
             self._held[number] = shard
             self._packed[number].set_result(shard)

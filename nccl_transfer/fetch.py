@@ -39,6 +39,9 @@ class Fetcher:
             be set up with it (`ReaderChoice`). `close` closes them.
         store: This rank's own store, whose shards are read in place. Default: none; the process is a client only.
         max_sources: Maximum number of ranks that are read from in parallel.
+
+    Attributes:
+        verifier: Verifies bytes, of `fetch` all and of `read` those that the caller gives to it.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Fetcher:
         self._taker = RelayTaker(memory_reader())
         self._pool = ThreadPoolExecutor(max_sources, thread_name_prefix="fetch")
         self._traffic: dict[str, Traffic] = {}
-        self._verifier = ChecksumVerifier(store)
+        self.verifier = ChecksumVerifier(store)
         self._spiller = Spiller(store)
         device = store.device if store is not None else None
         self._device = DeviceReader(device, self._choice) if device is not None else None
@@ -98,10 +101,10 @@ class Fetcher:
         others = Batch(batch.rows, {n: c for n, c in batch.columns.items() if n not in stays.columns})
         try:
             wanted = needed(others)
-            self._verifier.check(wanted)
+            self.verifier.check(wanted)
             traffic: dict[str, Traffic] = {}
             read, placed = self._read_all(wanted, needed(stays), relay_request, deadline, writable, traffic)
-            self._verifier.verify(read)
+            self.verifier.verify(read)
         except BaseException as error:
             self._fail_relays(relay_request, error)
             raise
@@ -109,17 +112,18 @@ class Fetcher:
         return rows if self._device is None else self._device.add(rows, stays, placed, self._own)
 
     def read(self, wanted: ByteRange, deadline: float) -> Reading:
-        """Reads a range of a shard of another rank into host memory, and verifies its checksums; its memory may be
-        that of the other rank. Blocks until it is read.
+        """Reads a range of a shard of another rank into host memory, without a look at its checksums (`verifier`); its
+        memory may be that of the other rank. Blocks until it is read.
 
         Args:
-            wanted: The range, whole blocks if the shard has checksums; its `column` names it in errors.
+            wanted: The range; its `column` names it in errors.
             deadline: Time at which the read fails, on the clock of `time.monotonic`, in seconds.
 
         Raises:
-            RlhfError: As for `fetch`.
+            RlhfError: As for `fetch`, but for checksums.
         """
-        return self._read_verified(deadline, {}, wanted.shard.endpoint, [wanted])
+        source = wanted.shard.endpoint
+        return self._read(source, [wanted], None, NO_RELAYS, deadline, {})
 
     def check_adverts(self, adverts: Mapping[str, bytes]) -> None:
         """Checks the adverts of an endpoint that a client has passed on; those that no reader here uses are ignored.
@@ -187,7 +191,7 @@ class Fetcher:
             for source in second
         ]
         jobs += [partial(self._place, source, stays[source], deadline, traffic) for source in stays]
-        done = self._run_all(jobs)
+        done = _run_all(self._pool, jobs)
         readings, placed = done[: len(wanted)], done[len(wanted) :]
         read = {
             source: ReadRanges(wanted[source], reading.writable() if writable else reading)
@@ -212,25 +216,10 @@ class Fetcher:
         self, deadline: float, traffic: dict[str, Traffic], source: Endpoint, ranges: Sequence[ByteRange]
     ) -> Reading:
         """Reads ranges of one rank into host memory, and verifies their checksums."""
-        self._verifier.check({source: ranges})
+        self.verifier.check({source: ranges})
         reading = self._read(source, ranges, None, NO_RELAYS, deadline, traffic)
-        self._verifier.verify({source: ReadRanges(ranges, reading)})
+        self.verifier.verify({source: ReadRanges(ranges, reading)})
         return reading
-
-    def _run_all(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Runs jobs in parallel and returns their results in order. Raises the first error without waiting for the
-        other jobs; those that have not begun do not run."""
-        if len(jobs) <= 1:
-            return [job() for job in jobs]
-        futures = [self._pool.submit(job) for job in jobs]
-        try:
-            for future in as_completed(futures):
-                future.result()  # the first failure ends the fetch; reads that have begun end by the deadline
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
-        return [future.result() for future in futures]
 
     def _read(
         self,
@@ -278,3 +267,19 @@ class Fetcher:
         with self._lock:
             for counts in (traffic, self._traffic):
                 counts[transport] = counts.get(transport, Traffic()) + moved
+
+
+def _run_all(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], T]]) -> list[T]:
+    """Runs jobs in parallel and returns their results in order. Raises the first error without waiting for the other
+    jobs; those that have not begun do not run."""
+    if len(jobs) <= 1:
+        return [job() for job in jobs]
+    futures = [pool.submit(job) for job in jobs]
+    try:
+        for future in as_completed(futures):
+            future.result()  # the first failure ends the fetch; reads that have begun end by the deadline
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
+    return [future.result() for future in futures]

@@ -51,16 +51,31 @@ class ChecksumVerifier:
         Raises:
             TransferError: A block does not match its checksum; the shard is now marked corrupt.
         """
-        for source, part in read.items():
+        for part in read.values():
             for r, view in zip(part.ranges, part.reading.views, strict=True):
-                wrong = first_mismatch(view, r.start, r.shard.checksums) if r.shard.checksums else None
-                if wrong is not None:
-                    reason = (
-                        f"column {r.column!r}, shard {r.shard.id}: the bytes from {wrong} on do not match their "
-                        "checksum; the shard is marked bad"
-                    )
-                    self._mark(r.shard, reason)
-                    raise TransferError(f"{source}: {reason}")
+                if r.shard.checksums:
+                    self.verify_blocks(r.shard, r.start, view, r.column)
+
+    def verify_blocks(self, shard: Shard, start: int, data: memoryview, name: str) -> None:
+        """Verifies whole blocks of a shard that has checksums.
+
+        Args:
+            shard: The shard.
+            start: Position of the first block in the shard, in bytes.
+            data: Their bytes.
+            name: Name of the shard's column, for messages.
+
+        Raises:
+            TransferError: A block does not match its checksum; the shard is now marked corrupt.
+        """
+        wrong = first_mismatch(data, start, shard.checksums)
+        if wrong is not None:
+            reason = (
+                f"column {name!r}, shard {shard.id}: the bytes from {wrong} on do not match their checksum; the shard "
+                "is marked bad"
+            )
+            self._mark(shard, reason)
+            raise TransferError(f"{shard.endpoint}: {reason}")
 
     def _mark(self, shard: Shard, reason: str) -> None:
         """Remembers a corrupt shard, and marks it in this rank's store or, by RPC, at the rank that holds it."""

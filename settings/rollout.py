@@ -24,8 +24,8 @@ class RolloutServiceTable(GeneratingTable):
     second_buffer: bool = True
     """Receives new weights beside those that the ranks generate with, which are replaced when all ranks of the service
     have received all of theirs: until then, and after a transfer that has failed, it generates with the ones that it
-    has. Takes the memory of the weights twice while they come. false: receives them in place, and refuses to generate
-    from the first byte on until a transfer has succeeded."""
+    has. Takes the memory of the weights twice. false: receives them in place, and refuses to generate from the first
+    byte on until a transfer has succeeded."""
 
     @property
     def engine_specs(self) -> dict[str, Spec]:

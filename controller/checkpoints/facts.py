@@ -26,6 +26,8 @@ MAY_DIFFER = frozenset(
         "data.sources.*.path",
         "data.sources.*.heldout",
         "checkpoint",
+        "devices",
+        "placement",
         "pools",
         "security",
     }

@@ -11,12 +11,14 @@ from typing import Any
 
 from pydantic import model_validator
 
-from controller.config import checks
+from controller.config import checks, placements
 from controller.config.algorithm import AlgorithmTable
 from controller.config.checkpoint import CheckpointTable
 from controller.config.data import DataTable
+from controller.config.placements import Placement
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
+from settings.rollout import RolloutServiceTable
 from settings.security import SecurityTable
 from settings.services import Service
 from settings.strict import Strict, override, read_toml, validate
@@ -35,6 +37,13 @@ class Config(Strict):
     """Hyper-parameters of the algorithm."""
     checkpoint: CheckpointTable = CheckpointTable()
     """Checkpoints of the run."""
+    placement: Placement | None = None
+    """Places all services on `devices`, in place of pools by hand; see docs/placement.md. colocate: all on the same;
+    standalone: each on its own; split: actor, rollout and reference on some, the others on others; interleaved: what
+    learns or generates on all, the others each on a part of them; disaggregated: what learns on some, and rollout,
+    reference and rewards on others. Default: pools, or each service on devices of its own."""
+    devices: list[str] = []
+    """Names of the devices of `placement`, taken in this order. Default: as many as it needs."""
     pools: dict[str, list[str]] = {}
     """Resource pools: names of devices by name of the pool. A device may be in several pools."""
     rewards: dict[str, dict[str, float]] = {}
@@ -61,6 +70,13 @@ class Config(Strict):
         adapted = [name for name, table in self.services.items() if table.has_adapters]
         return {"reference": adapted[0]} if len(adapted) == 1 and "reference" not in self.services else {}
 
+    @property
+    def generators(self) -> dict[str, str]:
+        """Services that generate the responses of actors with their weights: service by actor. The service `rollout`
+        of role rollout generates those of the service `actor`; an actor that is not named generates its own."""
+        is_placed = isinstance(self.services.get("rollout"), RolloutServiceTable) and "actor" in self.services
+        return {"actor": "rollout"} if is_placed else {}
+
     def weights_of(self, reward: str) -> dict[str, float]:
         """Returns the weight of each service, by name, in a reward or cost: its table in `[rewards]`, or 1 for the
         service of this name."""
@@ -84,16 +100,19 @@ class Config(Strict):
         algorithm.mini_batch_size, at least 1. The remaining rows are spread over the mini-batches."""
         return max(1, rows // self.algorithm.mini_batch_size)
 
-    def devices(self, service: str) -> frozenset[str]:
+    def devices_of(self, service: str) -> frozenset[str]:
         """Returns the names of the devices that a service runs on: those of its pool, or "SERVICE/RANK" for each rank
-        where it has no pool."""
+        where it has no pool; or those of `placement`."""
         table = self.services[service]
+        if self.placement and not table.external:
+            return frozenset(placements.devices_of(self.placement, self.devices, self.services)[service])
         if table.pool:
             return frozenset(self.pools[table.pool])
         return frozenset(f"{service}/{rank}" for rank in range(table.ranks))
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        placements.check(self.placement, self.devices, self.pools, self.services)
         checks.check_pools(self.services, self.pools)
         checks.check_rewards(self.services, self.rewards)
         checks.check_addresses(self.services)

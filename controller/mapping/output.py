@@ -80,6 +80,8 @@ def planned_tables(given: Mapping[str, Any], problem: Problem, plan: MappedPlan)
     tables = copy.deepcopy(dict(given))
     for table in tables["services"].values():
         table.pop("pool", None)
+    for key in ("placement", "devices"):
+        tables.pop(key, None)
     tables["pools"] = {}
     for pool, names in device_names(problem, plan).items():
         pool_id = pool_name(problem, pool)

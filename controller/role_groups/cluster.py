@@ -28,6 +28,7 @@ from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Placement
 from controller.role_groups.roles import group_type
 from controller.role_groups.watch import StatusWatch
+from controller.role_groups.weights import sync_weights
 from rlhf.access import Access
 from rlhf.contract import role_methods
 from rlhf.errors import ConfigError, InvalidRequest
@@ -78,6 +79,7 @@ class Cluster:
     Args:
         config: Configuration of the run.
         session: Session of the run.
+        loop: Event loop that the clients run on. Default: a new one.
 
     Attributes:
         groups: Role group of each service of the config, by name; empty before `connect`.
@@ -85,13 +87,13 @@ class Cluster:
         session: Session of the run.
     """
 
-    def __init__(self, config: Config, session: Session) -> None:
+    def __init__(self, config: Config, session: Session, loop: Loop | None = None) -> None:
         self.config = config
         self.session = session
         self.groups: dict[str, RoleGroup] = {}
         self.origins: dict[str, str] = {}
         self._also_served: dict[str, RoleGroup] = {}
-        self._loop = Loop()
+        self._loop = loop or Loop()
         self._placement = Placement()
         self._watch = StatusWatch()
 
@@ -154,12 +156,13 @@ class Cluster:
                 self.origins[name] = origin(record.responses[0], keeps_weights=kept[name])
         held = {name: id for name, id in self.state_ids().items() if name in restoration.names}
         self._load(restoration.choose(held))
-        self._introduce(list(ours.values()))
+        self._join(self.groups)
 
     def reconnect(self, name: str, say: Callable[[str], None] = lambda line: None) -> RoleGroup:
         """Connects to service `name`, which was restarted and has no state of the run, begins the session on it, and
         introduces it to the ranks of all others; other arguments and errors as for `connect`. Returns its new role
-        group, which is in `groups` from now on. Raises InvalidRequest if the restart has lost state of the run."""
+        group, which is in `groups` from now on. A rollout service that generates an actor's responses has its weights
+        then. Raises InvalidRequest if the restart has lost state of the run."""
         table, old = self.config.services[name], self.group(name)
         if table.keeps_state:
             raise InvalidRequest(
@@ -169,7 +172,7 @@ class Cluster:
         check_tables({name: found}, self.config.services)
         results(found.begin_session(keep_weights=False).calls)
         self.groups[name] = found
-        self._introduce(list(self._ours.values()))
+        self._join([name])
         return found
 
     def state_ids(self) -> dict[str, str]:
@@ -256,13 +259,14 @@ class Cluster:
         """Groups whose servers are part of this package, and so have sessions and keep rows."""
         return {name: group for name, group in self.groups.items() if group.description.epoch}
 
-    def _introduce(self, groups: Sequence[RoleGroup]) -> None:
-        """Sends the endpoints of all ranks to every rank (Introduce); ranks connect only to endpoints that they were
-        sent."""
-        endpoints = [rank.endpoint for group in groups for rank in group.description.ranks]
-        request = worker_pb2.IntroduceRequest(session=self.session.name, endpoints=endpoints)
-        serialized = request.SerializeToString()
-        results([group.introduce(serialized) for group in groups])
+    def _join(self, names: Collection[str]) -> None:
+        """Introduces the ranks of all services to each other, and moves the weights of actors to those of the named
+        services that generate their responses. Waits for both."""
+        _introduce(self.session, list(self._ours.values()))
+        for actor, rollout in self.config.generators.items():
+            if rollout in names:
+                results(sync_weights(self.group(actor), [self.group(rollout)]).calls)
+                self.origins[rollout] = f"weights of services.{actor}"
 
     async def _connect(self, say: Callable[[str], None]) -> None:
         for name, description in (await Discovery(self.config, say).find_all()).items():
@@ -285,7 +289,7 @@ class Cluster:
 
     def _group(self, name: str, description: worker_pb2.DescribeResponse) -> RoleGroup:
         clients = _clients(name, description, self.session.name)
-        kind, devices = group_type(description.role), self.config.devices(name)
+        kind, devices = group_type(description.role), self.config.devices_of(name)
         return kind(
             FanOut(clients, description.epoch),
             description,
@@ -336,6 +340,14 @@ def _clients(name: str, description: worker_pb2.DescribeResponse, session: str) 
         )
         for rank, info in enumerate(description.ranks)
     ]
+
+
+def _introduce(session: Session, groups: Sequence[RoleGroup]) -> None:
+    """Sends the endpoints of all ranks to every rank (Introduce), and waits for it; ranks connect only to endpoints
+    that they were sent."""
+    endpoints = [rank.endpoint for group in groups for rank in group.description.ranks]
+    request = worker_pb2.IntroduceRequest(session=session.name, endpoints=endpoints).SerializeToString()
+    results([group.introduce(request) for group in groups])
 
 
 def spare_garbage_collector() -> None:

@@ -28,6 +28,7 @@ from rlhf.errors import DeadlineExceeded, InvalidRequest
 from rlhf.v1 import worker_pb2
 
 G = TypeVar("G", bound="RoleGroup")
+T = TypeVar("T")
 
 LATE_S = 15.0
 """Longest time, in seconds, that a call may take past its timeout: the ranks are asked for its outcome and to cancel
@@ -138,12 +139,7 @@ class RoleGroup:
             return self._loop.start(call.run(self.running))
 
         is_own = self._learns and method.takes_rows and name != GENERATES
-        if step.gate and (is_own or is_late(inputs.columns.values())):
-            result: Future[tuple[Batch, CallRecord]] = Promise(is_late=True)
-            step.gate.keep(lambda: pass_on(begin(), result), result)
-        else:
-            result = begin()
-        step.made(result)
+        result = _begun(begin, step, is_kept=is_own or is_late(inputs.columns.values()))
         expected = method.outputs if outputs is None else outputs
         columns = {column: _column_of(result, column) for column in expected}
         return FutureBatch(batch.rows, columns, (_record_of(result),), batch.step)
@@ -154,9 +150,11 @@ class RoleGroup:
         calls: Callable[[StepContext], Coroutine[Any, Any, Sequence[CallRecord]]],
         most_records: int,
         longest_s: float,
+        of: StepContext | None = None,
     ) -> FutureBatch:
         """Starts several calls of this group and others that belong together, and returns without waiting. They have
-        one place in the order of calls: the devices of all these groups are theirs while `calls` runs.
+        one place in the order of calls: the devices of all these groups are theirs while `calls` runs. In a step with
+        a gate they enter it when the gate is opened, if this group's service learns.
 
         Args:
             others: The other groups.
@@ -164,17 +162,21 @@ class RoleGroup:
                 at least one record.
             most_records: Most records that it returns.
             longest_s: Longest time that it takes, in seconds.
+            of: The step that they belong to. Default: the one begun last.
 
         Returns:
             A batch without rows, whose records are those that `calls` returned; the first stands for missing ones.
         """
-        step = self.session.step_of(None)
+        step = self.session.step_of(of)
         devices = self._devices.union(*(group._devices for group in others))
-        place = self._placement.enter(devices, object(), longest_s)
-        result = self._loop.start(_in_place(place, calls, step))
-        step.made(result)
+
+        def begin() -> Future[Sequence[CallRecord]]:
+            place = self._placement.enter(devices, object(), longest_s)
+            return self._loop.start(_in_place(place, calls, step))
+
+        result = _begun(begin, step, is_kept=self._learns)
         records = [then(result, partial(_record_at, number)) for number in range(most_records)]
-        return FutureBatch(0, {}, tuple(records))
+        return FutureBatch(0, {}, tuple(records), of)
 
     async def call_within(self, name: str, step: StepContext, **options: Any) -> CallRecord:
         """Coroutine of a call without rows, for `call_with`: sends it at once, and returns its record.
@@ -270,6 +272,23 @@ class RoleGroup:
     def profile(self, directory: str, calls: int) -> FutureBatch:
         """Makes every rank trace its next `calls` calls with the profiler, into `directory` on its host."""
         return self.call("profile", directory=directory, calls=calls)
+
+
+def _begun(begin: Callable[[], Future[T]], step: StepContext, *, is_kept: bool) -> Future[T]:
+    """Begins a call, records it in its step, and returns its future without waiting.
+
+    Args:
+        begin: Function that enters the call into the order of calls and starts it.
+        step: The step that it belongs to.
+        is_kept: Whether the gate of the step, if there is one, keeps the call until it is opened.
+    """
+    if step.gate and is_kept:
+        result: Future[T] = Promise(is_late=True)
+        step.gate.keep(lambda: pass_on(begin(), result), result)
+    else:
+        result = begin()
+    step.made(result)
+    return result
 
 
 async def _in_place(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from client.session import StepContext
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import all_of, then
@@ -31,7 +32,9 @@ class GeneratingGroup(RoleGroup):
 class ActorGroup(GeneratingGroup):
     """Role group of the actor: generates responses, computes log-probabilities and losses, and updates the policy."""
 
-    def sync_weights(self, to: Sequence[GeneratingGroup], bucket_bytes: int = 0) -> FutureBatch:
+    def sync_weights(
+        self, to: Sequence[GeneratingGroup], bucket_bytes: int = 0, step: StepContext | None = None
+    ) -> FutureBatch:
         """Moves the policy's weights to rollout services, which generate with them from then on; see
         `controller.role_groups.weights.sync_weights`. Returns no columns.
 
@@ -39,7 +42,7 @@ class ActorGroup(GeneratingGroup):
             RlhfError: A rank of either side has failed. The receivers then have the weights from before, or, without a
                 second buffer, none to generate with.
         """
-        return sync_weights(self, to, bucket_bytes)
+        return sync_weights(self, to, bucket_bytes, step)
 
     def compute_log_prob(self, batch: FutureBatch, temperature: float, max_drift: float = 0.0) -> FutureBatch:
         """Computes column log_probs: the log-probability of each response token under the current weights at

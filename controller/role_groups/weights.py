@@ -4,7 +4,6 @@ what they hold and want, the source sends while the receivers load, and then the
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -22,17 +21,28 @@ SETTLE_S = 5.0
 it may know the cause."""
 STAGES = ("describe_weights", "send_weights", "commit_weights")
 """Methods whose times add up to the longest time of a transfer."""
+SYNC = "sync_weights"
+"""Method in the record of a whole transfer."""
+PARTS = ("send_weights", "load_weights", "commit_weights")
+"""Methods of the calls that a transfer is made of, whose times are part of that of SYNC."""
 
 
-def sync_weights(source: RoleGroup, receivers: Sequence[RoleGroup], bucket_bytes: int = 0) -> FutureBatch:
+def sync_weights(
+    source: RoleGroup,
+    receivers: Sequence[RoleGroup],
+    bucket_bytes: int = 0,
+    step: StepContext | None = None,
+) -> FutureBatch:
     """Starts a transfer of the source's weights to all ranks of the receivers, and returns without waiting. It has one
-    place in the order of calls on the devices of all of them.
+    place in the order of calls on the devices of all of them; with `run.ahead` it enters it with the updates of its
+    step.
 
     Args:
         source: Group whose ranks have a training engine.
         receivers: Groups of the role rollout. One of the source's own ranks takes no part: they generate with the
             weights that they train.
         bucket_bytes: Most bytes of weights that move at a time; see WeightTransfer. 0: its default.
+        step: The step that it belongs to. Default: the one begun last.
 
     Returns:
         A batch without rows, whose first record is that of the whole transfer, with metrics weights_bytes (received by
@@ -44,7 +54,7 @@ def sync_weights(source: RoleGroup, receivers: Sequence[RoleGroup], bucket_bytes
     async def transfer(step: StepContext) -> list[CallRecord]:
         return await _transfer(source, others, step, bucket_bytes)
 
-    return source.call_with(others, transfer, 2 + 2 * len(others), longest_s)
+    return source.call_with(others, transfer, 2 + 2 * len(others), longest_s, step)
 
 
 async def _transfer(
@@ -52,7 +62,7 @@ async def _transfer(
 ) -> list[CallRecord]:
     """Makes the calls of a transfer. Returns the record of the whole, and then those of the calls that moved
     weights."""
-    groups, started = [source, *others], time.time()
+    groups, started = [source, *others], source.session.now()
     described = await _all([group.call_within("describe_weights", step) for group in groups])
     lacking = [
         (group, record)
@@ -113,16 +123,14 @@ def _lacks(response: Any, described: CallRecord) -> bool:
 
 
 def _summary(source: RoleGroup, described: CallRecord, started: float, received: int) -> CallRecord:
-    ended = time.time()
+    ended = source.session.now()
     seconds = max(ended - started, 1e-9)
     metrics = {
         "weights_bytes": float(received),
         "weights_seconds": seconds,
         "weights_gb_per_s": received / seconds / 1e9,
     }
-    return CallRecord(
-        source.name, "sync_weights", started, ended, metrics, described.policy_version, responses=()
-    )
+    return CallRecord(source.name, SYNC, started, ended, metrics, described.policy_version, responses=())
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

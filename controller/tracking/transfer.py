@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from controller.role_groups.dataflow import CallRecord
+from controller.role_groups.weights import SYNC
 from nccl_transfer.transports import Traffic
 
 
@@ -15,13 +16,18 @@ def transfer_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
         Metrics `transfer/NAME/bytes`, `time/transfer/NAME/seconds` and `time/transfer/NAME/gb_per_s`, where NAME is a
         transport, or SERVICE.METHOD of a method whose ranks fetched bytes. Seconds are summed over ranks, so that the
         rate is that of one rank. For transports also `transfer/NAME/transfers`, the number of transfers. Where arenas
-        on GPUs were full, `transfer/spilled_bytes`, the bytes that went to the host instead.
+        on GPUs were full, `transfer/spilled_bytes`, the bytes that went to the host instead. Where weights were moved
+        to a rollout service, `transfer/weights/bytes`, `time/transfer/weights/seconds` and its gb_per_s: the bytes that
+        all of its ranks got, and the time of the whole transfer.
     """
     spilled = 0
     by_transport: dict[str, Traffic] = {}
     by_method: dict[str, Traffic] = {}
     for record in records:
         method = f"{record.service}.{record.method}"
+        if record.method == SYNC:
+            moved = Traffic(int(record.metrics["weights_bytes"]), record.metrics["weights_seconds"], 1)
+            by_method["weights"] = by_method.get("weights", Traffic()) + moved
         for response in record.responses:
             spilled += response.outcome.timing.spilled_bytes
             for name, moved in response.outcome.timing.traffic.items():

@@ -174,7 +174,10 @@ class Algorithm:
                 raise ConfigError(
                     f"services.{name}.role: {self.name} needs role {role} here, not {table.role}"
                 )
-        return [name for name in config.services if name in needed or name in hosts]
+        # Only responses that are scored are generated.
+        generated = needed if "reward" in needed.values() else ()
+        rollouts = {config.generators[name] for name in generated if name in config.generators}
+        return [name for name in config.services if name in {*needed, *hosts, *rollouts}]
 
     def _of_use(self, services: Mapping[str, str], config: Config) -> dict[str, str]:
         """Returns `services` without those that `only_for` ties to a key of `[algorithm]` whose value is 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from client.session import StepContext
 from controller.config.config import Config
@@ -13,6 +14,7 @@ from controller.role_groups.roles import (
     GeneratingGroup,
     ReferenceGroup,
     RewardGroup,
+    RolloutGroup,
 )
 from controller.training.losses import policy_loss, value_loss
 from controller.training.parity import DriftCheck
@@ -73,6 +75,8 @@ class Actor(Rollout):
         config: Configuration of the run.
         returns_text: As for `Rollout`.
         step_of: Function that returns the step that calls on a batch belong to.
+        rollout: Role group of the rollout service that generates its responses. It gets the weights after every
+            update. Default: the actor's own ranks generate them.
     """
 
     def __init__(
@@ -82,10 +86,12 @@ class Actor(Rollout):
         *,
         returns_text: bool,
         step_of: Callable[[FutureBatch], StepContext],
+        rollout: RolloutGroup | None = None,
     ) -> None:
-        super().__init__(group, config, returns_text=returns_text)
+        super().__init__(rollout or group, config, returns_text=returns_text)
         self._group = group
         self._step_of = step_of
+        self._receivers = [rollout] if rollout else []
 
     def sync_weights(self, to: Sequence[Rollout], bucket_bytes: int = 0) -> FutureBatch:
         """Moves the policy's weights to rollout services, as `ActorGroup.sync_weights`. Returns no columns."""
@@ -120,7 +126,8 @@ class Actor(Rollout):
         }
         batch = batch.drop(*(name for name, is_unused in unused.items() if is_unused))
         schedule = _schedule(config, batch, algorithm.epochs)
-        return self._group.update_actor(batch, loss, schedule, config.rollout.temperature)
+        updated = self._group.update_actor(batch, loss, schedule, config.rollout.temperature)
+        return self._synced(updated, batch)
 
     def compute_loss(self, texts: FutureBatch) -> FutureBatch:
         """Measures the policy on texts, as in Figure 6 of HybridFlow. It only measures: to train on texts, give
@@ -153,9 +160,16 @@ class Actor(Rollout):
     def update_supervised(self, batch: FutureBatch) -> FutureBatch:
         """Updates the policy by the mean negative log-likelihood of the response tokens, in `algorithm.epochs` passes
         over the batch in mini-batches (see `Config.mini_batches`). Returns no columns."""
-        return self._group.update_supervised(
-            batch, _schedule(self._config, batch, self._config.algorithm.epochs)
-        )
+        schedule = _schedule(self._config, batch, self._config.algorithm.epochs)
+        return self._synced(self._group.update_supervised(batch, schedule), batch)
+
+    def _synced(self, updated: FutureBatch, batch: FutureBatch) -> FutureBatch:
+        """Moves the weights that an update on `batch` makes to the actor's rollout service, if it has one. Returns
+        `updated` with the calls of that transfer: they belong to the same step, which waits for them."""
+        if not self._receivers:
+            return updated
+        synced = self._group.sync_weights(self._receivers, step=self._step_of(batch))
+        return replace(updated, calls=(*updated.calls, *synced.calls))
 
 
 class RewardModel:

@@ -115,17 +115,21 @@ class Run:
         return self.recorder.path
 
     def actor(self, name: str = "actor") -> Actor:
-        """Returns an `Actor` that calls service `name`; raises ConfigError as `group`."""
+        """Returns an `Actor` that calls service `name`, and, to generate, the rollout service that the configuration
+        has for it (`Config.generators`); raises ConfigError as `group`."""
+        generator, with_text = self.config.generators.get(name), _wants_text(self.groups)
         group = self.group(name, ActorGroup)
-        return Actor(group, self.config, returns_text=_wants_text(self.groups), step_of=self.step_of)
+        rollout = self.group(generator, RolloutGroup) if generator else None
+        return Actor(group, self.config, returns_text=with_text, step_of=self.step_of, rollout=rollout)
 
     def rollout(self, name: str = "rollout") -> Rollout:
         """Returns a `Rollout` that calls service `name`; raises ConfigError as `group`."""
         return Rollout(self.group(name, RolloutGroup), self.config, returns_text=_wants_text(self.groups))
 
     def reconnect(self, name: str) -> None:
-        """Takes a rollout service that was restarted into the run again; see `Cluster.reconnect`. Make its `Rollout`
-        anew after that, and call `Actor.sync_weights`."""
+        """Takes a rollout service that was restarted into the run again; see `Cluster.reconnect`. Make its `Rollout`,
+        and the `Actor` whose responses it generates, anew after that. The service `rollout` has the weights of `actor`
+        then; others get theirs by `Actor.sync_weights`."""
         self._cluster.reconnect(name)
 
     def critic(self, name: str = "critic") -> Critic:

@@ -3,7 +3,7 @@ those that it is trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -26,17 +26,22 @@ def with_version(generated: FutureBatch) -> FutureBatch:
     return FutureBatch(rows, {**generated.columns, VERSION: version}, generated.calls, generated.step)
 
 
-def staleness_metrics(batch: FutureBatch, records: Iterable[CallRecord]) -> dict[str, float]:
+def staleness_metrics(
+    batch: FutureBatch, records: Iterable[CallRecord], policies: Mapping[str, str]
+) -> dict[str, float]:
     """Returns the metrics `staleness/mean` and `staleness/max` of the rows of a step, in updates; empty where the rows
     have no versions, or the service that generated them was not updated.
 
     Args:
         batch: The rows that the step trained on.
         records: Records of the calls of the step.
+        policies: Actor whose weights a rollout service generates with, by service.
     """
     if VERSION not in batch or not batch.rows:
         return {}
-    generators = {record.service for record in records if record.method == GENERATES}
+    generators = {
+        policies.get(record.service, record.service) for record in records if record.method == GENERATES
+    }
     trained = [
         record.policy_version - 1
         for record in records

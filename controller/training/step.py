@@ -125,7 +125,7 @@ class Step:
     def wait(self) -> None:
         """Waits for the calls that `finish` was given and for the functions that `later` was, and sets `records`.
         Raises the first error."""
-        self.records = results(self.calls)
+        self.records = list({id(record): record for record in results(self.calls)}.values())
         results(self._later)
 
     def stop(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import CallRecord, mean_metrics
+from controller.role_groups.weights import PARTS, SYNC
 from controller.tracking.transfer import transfer_metrics
 from controller.training.columns import count_tokens
 from controller.training.evaluation import mean_of_scored, row_scores
@@ -24,16 +25,19 @@ class StepMetrics:
         steps: Number of finished steps.
         tokens: Number of tokens of all steps, prompts included.
         seconds: Duration of all steps in seconds, without evaluations.
+        policies: Actor whose weights a rollout service generates with, by service.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self.policies = {generator: actor for actor, generator in cluster.config.generators.items()}
         self.steps = 0
         self.tokens = 0
         self.seconds = 0.0
 
     def of(self, step: Step, seconds: float, left_out: dict[str, int]) -> dict[str, float]:
-        """Returns the metrics of a finished step, by name, and adds the step to the totals.
+        """Returns the metrics of a finished step, by name, and adds the step to the totals. The metrics of a rollout
+        service have the name of the actor whose responses it generates.
 
         Args:
             step: The finished step.
@@ -43,11 +47,16 @@ class StepMetrics:
         calls: dict[tuple[str, str], list[CallRecord]] = {}
         stages: dict[str, float] = {}
         for record in step.records:
-            calls.setdefault((record.service, record.method), []).append(record)
+            if record.method in PARTS:
+                continue
+            name = self.policies.get(record.service, record.service)
+            calls.setdefault((name, record.method), []).append(record)
             key = f"time/{self._stage(record)}_s"
             stages[key] = stages.get(key, 0.0) + record.ended_s - record.started_s
         metrics = step.metrics | step.context.noted | left_out
-        for (service, _), records in calls.items():
+        for (service, method), records in calls.items():
+            if method == SYNC:
+                continue
             metrics |= {f"{service}/{name}": value for name, value in mean_metrics(records).items()}
         batch = step.batch.result(step.batch.columns)
         tokens = sum(count_tokens(batch, name) for name in COUNTED)

@@ -24,6 +24,27 @@ def digests(data: memoryview) -> Iterator[int]:
         yield xxhash.xxh3_64_intdigest(data[start : start + BLOCK_BYTES])
 
 
+class RunningDigests:
+    """Checksums of the blocks of `data`, each computed as soon as the block has been written: while it is still in the
+    processor's cache.
+
+    Attributes:
+        values: Checksums of the blocks so far, in order.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._written = 0
+        self.values: list[int] = []
+
+    def advance(self, stop: int) -> None:
+        """Notes that the bytes before `stop` have been written; computes the checksums of the blocks among them."""
+        if stop < len(self._data):
+            stop = stop // BLOCK_BYTES * BLOCK_BYTES
+        self.values += digests(self._data[self._written : stop])
+        self._written = stop
+
+
 def whole_blocks(start: int, nbytes: int, total: int) -> tuple[int, int]:
     """Returns (start, nbytes) of the blocks that cover bytes `start` to `start + nbytes` of a shard of `total`
     bytes."""

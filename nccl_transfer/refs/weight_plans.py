@@ -75,6 +75,10 @@ class BucketPiece:
     slice: WeightSlice
     start: int
 
+    def position(self, elements: int) -> int:
+        """Returns the position in the bucket, in bytes, where the first `elements` elements of the slice end."""
+        return self.start + elements * ITEM_BYTES[self.slice.dtype]
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -15,14 +15,15 @@ from nccl_transfer.refs.shards import Shard
 from nccl_transfer.store.leases import Lease
 from rlhf.errors import InvalidRequest
 
+Write = Callable[[memoryview], Iterable[int] | None]
+"""Fills the memory of a shard, and returns the checksums of its blocks where it computes them itself."""
+
 
 class ColumnStore(ABC):
     """A store into which arrays are copied."""
 
     @abstractmethod
-    def fill(
-        self, nbytes: int, lease: Lease, write: Callable[[memoryview], None], *, checksums: bool = False
-    ) -> Shard:
+    def fill(self, nbytes: int, lease: Lease, write: Write) -> Shard:
         """Creates a shard; see `TensorStore.fill`."""
 
     def put(self, array: np.ndarray, lease: Lease) -> Shard:

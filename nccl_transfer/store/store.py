@@ -13,7 +13,7 @@ from nccl_transfer.refs.checksums import digests
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard, Space
 from nccl_transfer.store.arena import ALIGNMENT, CORRUPT, Arena, ArenaReader, DevicePlace, align, mib
-from nccl_transfer.store.columns import ColumnStore
+from nccl_transfer.store.columns import ColumnStore, Write
 from nccl_transfer.store.device_arena import DeviceArena
 from nccl_transfer.store.device_shards import DeviceShards
 from nccl_transfer.store.free_list import FreeList
@@ -84,12 +84,10 @@ class TensorStore(ColumnStore):
         """Reader of the arena in this process."""
         return self._arena.reader
 
-    def fill(
-        self, nbytes: int, lease: Lease, write: Callable[[memoryview], None], *, checksums: bool = False
-    ) -> Shard:
+    def fill(self, nbytes: int, lease: Lease, write: Write) -> Shard:
         """Creates a shard of `nbytes` bytes and returns it after `write`, which is called with its writable memory. If
-        `write` raises, the shard is freed and the error passed on. The shard has checksums if the store computes them,
-        or if `checksums`.
+        `write` raises, the shard is freed and the error passed on. The shard has the checksums that `write` returns;
+        where it returns None, those that the store computes, if it does.
 
         Raises:
             OutOfSpace: No gap of the arena is large enough; the store is unchanged.
@@ -98,9 +96,10 @@ class TensorStore(ColumnStore):
         allocation = self._allocate(nbytes, lease)
         memory, shard = self._memory(allocation.shard), allocation.shard
         try:
-            write(memory)
-            if self._checksums or checksums:
-                shard = replace(shard, checksums=tuple(digests(memory)))
+            checksums = write(memory)
+            if checksums is None and self._checksums:
+                checksums = digests(memory)
+            shard = replace(shard, checksums=tuple(checksums or ()))
         except BaseException:
             with self._lock:
                 allocation.writing = False

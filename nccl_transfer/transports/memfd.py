@@ -139,7 +139,7 @@ class MemfdReader(Reader):
             with self._lock:
                 known = self._add(source, fresh)
         if not known.alive:
-            raise ServiceLost(f"{source}: the process that held the rows has ended")
+            raise ServiceLost(f"{source}: cannot be reached or died: its process has ended")
         return known
 
     def _add(self, source: Endpoint, fresh: _Connection) -> _Connection:
@@ -193,7 +193,7 @@ def _connect(source: Endpoint, deadline: float) -> _Connection:
         except TimeoutError as error:
             raise DeadlineExceeded(f"{source}: did not hand out its arena by the deadline") from error
         except OSError as error:
-            raise ServiceLost(f"{source}: its arena cannot be reached: {error.strerror}") from error
+            raise ServiceLost(f"{source}: cannot be reached or died: its arena: {error.strerror}") from error
         connection.setblocking(False)
         opened.pop_all()
         return _Connection(reader, epoch, connection)
@@ -204,7 +204,7 @@ def _receive_arena(connection: socket.socket, source: Endpoint) -> tuple[ArenaRe
     ServiceLost if the source has ended, and TransferError if it sent no arena that is safe to map."""
     hello, fds, _, _ = socket.recv_fds(connection, HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
     if not hello:
-        raise ServiceLost(f"{source}: ended before it handed out its arena")
+        raise ServiceLost(f"{source}: cannot be reached or died: it ended before it handed out its arena")
     if len(hello) != HELLO.size or not hello.startswith(MAGIC) or len(fds) != 1:
         for fd in fds:
             os.close(fd)

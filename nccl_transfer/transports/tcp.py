@@ -157,7 +157,8 @@ def _connect(source: Endpoint, port: int, deadline: float) -> socket.socket:
     except TimeoutError as error:
         raise DeadlineExceeded(f"{source}: no connection to its data port by the deadline") from error
     except OSError as error:
-        raise ServiceLost(f"{source}: its data port cannot be reached: {error.strerror or error}") from error
+        why = error.strerror or error
+        raise ServiceLost(f"{source}: cannot be reached or died: its data port: {why}") from error
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -30,7 +30,8 @@ class WeightInbox:
         self._second_buffer = second_buffer
         self._expected = sum(each.nbytes for each in wanted.slices())
         self.versions = Versions(second_buffer=second_buffer)
-        self._buffer: dict[str, Tensor] | None = None
+        self._buffer: dict[str, Tensor] = {}
+        self._is_in_buffer = False
 
     def receive(self, version: Version, pieces: Iterable[Piece]) -> int:
         """Writes the pieces of all weights, which then wait for `commit`; returns their bytes.
@@ -43,41 +44,44 @@ class WeightInbox:
             TransferError: Pieces are missing. Whatever the error is: with a second buffer, or before the first piece,
                 the engine has the weights from before; otherwise none to generate with.
         """
-        self._buffer, coming = None, _Coming(pieces, self.versions.begin)
+        coming = _Coming(pieces, self.versions.begin)
         if self._second_buffer:
             self.versions.begin()  # what has arrived before was in the buffer
-            buffer = self.wanted.allocate()
-            self.wanted.write(buffer, coming)
+            self._buffer = self._buffer or self.wanted.allocate()
+            self.wanted.write(self._buffer, coming)
         else:
-            buffer = None
             self._receive_in_place(coming)
         received = coming.nbytes
         if received != self._expected:
             raise TransferError(f"{received} bytes of weights have arrived, of {self._expected}")
-        self._buffer = buffer
+        self._is_in_buffer = self._second_buffer
         self.versions.complete(version)
         return received
 
     def keep(self, version: Version) -> None:
         """Notes that the weights that the engine has are also those of another transfer."""
-        self._buffer = None
+        self._is_in_buffer = False
         self.versions.complete(version)
 
     def commit(self) -> None:
         """Makes the weights that have arrived those that the engine generates with, if any have."""
-        if self._buffer is not None:
-            buffer, self._buffer = self._buffer, None
-            arrived = self.versions.arrived
+        arrived = self.versions.arrived
+        if arrived is not None and self._is_in_buffer:
             self.versions.clear()  # until all are loaded
+            before, buffer, self._buffer = self._engine.weight_memory(), self._buffer, {}
             self._engine.load_weights(self.wanted.named(buffer))
-            assert arrived is not None, "weights in the buffer have arrived"
+            self._buffer = _spare(buffer, before, self._engine.weight_memory())
             self.versions.complete(arrived)
         self.versions.commit()
 
     def clear(self) -> None:
         """Forgets all weights: the engine has none to generate with."""
-        self._buffer = None
         self.versions.clear()
+
+    def free_buffer(self) -> None:
+        """Frees the second buffer until the next transfer, unless weights wait in it for their commit."""
+        if self.versions.arrived is None or not self._is_in_buffer:
+            self._buffer = {}
 
     def _receive_in_place(self, pieces: Iterable[Piece]) -> None:
         memory = self._engine.weight_memory()
@@ -85,6 +89,26 @@ class WeightInbox:
             self.wanted.write(memory, pieces)
         else:
             self._engine.load_weights(self.wanted.assembled(pieces))
+
+
+def _spare(
+    buffer: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns memory for the next transfer, so that it is not allocated anew: the first write to new memory costs page
+    faults. It is the buffer, or what the engine had before where it has kept tensors of the buffer as its own; none
+    (an empty dictionary) where the engine does not say what it generates with.
+
+    Args:
+        buffer: The tensors that the engine was given.
+        before, after: `RolloutEngine.weight_memory` before and after that.
+    """
+    spare = {}
+    for name, tensor in buffer.items():
+        if name not in after:
+            return {}
+        is_kept = after[name].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        spare[name] = before[name] if is_kept else tensor
+    return spare
 
 
 class _Coming:

@@ -18,10 +18,10 @@ from services.engines.three_d.stage import layouts_of_directory
 from services.models.meta import model_on_meta
 from services.storage.checkpoint import WeightShard
 from services.storage.layout import Layout
-from services.weights.copying import copy_values
+from services.weights.copying import Values
 from services.weights.packing import slice_of
 
-Piece = tuple[WeightSlice, Tensor]
+Piece = tuple[WeightSlice, Values]
 """A box of a tensor that has arrived, with its values."""
 
 
@@ -96,12 +96,12 @@ class WantedWeights:
     def _shard(self, name: str, kept: Tensor) -> WeightShard:
         return self.layouts[name].shard(kept, self.part)
 
-    def _write(self, kept: Tensor, slice_: WeightSlice, values: Tensor) -> None:
+    def _write(self, kept: Tensor, slice_: WeightSlice, values: Values) -> None:
         """Copies a piece into the tensor that the rank keeps."""
         shard, box = self._shard(slice_.name, kept), slice_.box
         bounds = zip(box.starts, box.stops, shard.offsets, strict=True)
         place = tuple(slice(start - offset, stop - offset) for start, stop, offset in bounds)
-        copy_values(shard.tensor[place], values)
+        values.copy_to(shard.tensor[place])
 
 
 def whole_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> WantedWeights:

@@ -136,6 +136,7 @@ class RolloutWorker(LanguageWorker):
         """Implements Offload: moves the weights from a GPU to host memory."""
         self.ranks.agree(None, call.peers_deadline)
         moved_bytes = self.rollout.sleep()
+        self._inbox.free_buffer()
         if not self.rollout.keeps_weights:
             self._inbox.clear()
             self._note_version()

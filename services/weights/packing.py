@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from nccl_transfer.refs.checksums import RunningDigests
 from nccl_transfer.refs.plans import Slice
 from nccl_transfer.refs.weight_plans import Bucket, WeightSlice
 from rlhf.errors import InvalidRequest
@@ -56,17 +57,24 @@ class WeightPacker:
                     f"weight {each.name} is {dtype_name(tensor.dtype)} here, not {each.dtype}"
                 )
 
-    def pack(self, bucket: Bucket, memory: memoryview) -> None:
-        """Writes the slices of a bucket to `memory`, which has `bucket.nbytes` bytes. Casts them to the element type of
-        the bucket, and copies them from the device where they are on one.
+    def pack(self, bucket: Bucket, memory: memoryview) -> list[int]:
+        """Writes the slices of a bucket to `memory`, which has `bucket.nbytes` bytes, and returns the checksums of its
+        blocks. Casts the slices to the element type of the bucket, and copies them from the device where they are on
+        one.
 
         Raises:
             InvalidRequest: The rank does not hold one of the slices.
         """
+        checksums = RunningDigests(memory)
         for piece in bucket.pieces:
             part = memory[piece.start : piece.start + piece.slice.nbytes]
             target = torch.frombuffer(part, dtype=getattr(torch, piece.slice.dtype))
-            copy_values(target.view(piece.slice.box.shape), self._find(piece.slice))
+            copy_values(
+                target.view(piece.slice.box.shape),
+                self._find(piece.slice),
+                after=lambda elements, piece=piece: checksums.advance(piece.position(elements)),
+            )
+        return checksums.values
 
     def _find(self, wanted: WeightSlice) -> Tensor:
         """Returns a view of the values of a slice. Raises InvalidRequest if the rank does not hold it."""

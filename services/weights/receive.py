@@ -12,17 +12,19 @@ from typing import Any, TypeVar
 
 import grpc
 import torch
-from torch import Tensor
 
 from nccl_transfer.fetch import Fetcher
+from nccl_transfer.refs.checksums import num_blocks, whole_blocks
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.refs.weight_plans import Bucket, WeightSlice, WeightTransfer, buckets_of, plan_weights
 from nccl_transfer.transports import Reading
 from nccl_transfer.transports.common import remaining_s, stream_channel
-from rlhf.errors import Refused, from_rpc_error
+from nccl_transfer.verification import ChecksumVerifier
+from rlhf.errors import Refused, TransferError, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
+from services.weights.copying import Values
 
 T = TypeVar("T")
 
@@ -36,12 +38,12 @@ def receive(
     fetcher: Fetcher,
     deadline: float,
     check: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[WeightSlice, Tensor]]:
+) -> Iterator[tuple[WeightSlice, Values]]:
     """Yields every element that a receiver lacks once, as boxes of tensors, in no order of names. At most two buckets
-    of them are in this process's memory at a time. Their checksums have been verified.
+    of them are in this process's memory at a time. Their checksums are verified as they are copied.
 
-    The next bucket is read while the caller uses the current one. To run the iterator to its end tells the sources that
-    everything has been read. Closing it earlier ends its connections.
+    The next bucket is read while the caller copies the current one. To run the iterator to its end tells the sources
+    that everything has been read. Closing it earlier ends its connections.
 
     Args:
         transfer: The transfer.
@@ -52,13 +54,13 @@ def receive(
 
     Yields:
         A box, in the element type that the receiver wants, and its values in host memory: row-major, of the box's
-        shape, not to be modified, valid until the next element is asked for.
+        shape, valid until the next element is asked for.
 
     Raises:
         DeadlineExceeded, ServiceLost, Refused: A source did not pack its buckets by the deadline, cannot be reached, or
             has another epoch or policy version; the message names it.
-        TransferError: A bucket does not match its checksums (the message names its source and number), no transport
-            reaches a source, or the transfer cannot be planned.
+        TransferError: No transport reaches a source, or the transfer cannot be planned. `Values.copy_to` raises it
+            where a bucket does not match its checksums; the message names its source and number.
         RlhfError: SendWeights failed on a source, with this error.
     """
     plan = plan_weights(transfer)
@@ -71,7 +73,7 @@ def receive(
             assert ahead is not None
             reading = _wait(ahead, check)
             ahead = sources.begin(after) if after else None
-            yield from _pieces(bucket, reading.views[0])
+            yield from reading.pieces()
             sources.verify(bucket, reading)
             sources.note_read(bucket, third)
         sources.finish(check)
@@ -84,6 +86,44 @@ class _Source:
     endpoint: Endpoint
     channel: grpc.Channel
     stub: pb_grpc.TransferServiceStub
+
+
+class _ReadBucket:
+    """A bucket in this process's memory, whose checksums are verified as far as it is used: so that a block is in the
+    processor's cache when it is copied.
+
+    Attributes:
+        reading: Its bytes.
+    """
+
+    def __init__(
+        self, bucket: Bucket, shard: Shard, name: str, reading: Reading, verifier: ChecksumVerifier
+    ) -> None:
+        self._bucket, self._shard, self._name = bucket, shard, name
+        self.reading, self._verifier = reading, verifier
+        self._verified = 0
+
+    def pieces(self) -> Iterator[tuple[WeightSlice, Values]]:
+        """Yields the slices of the bucket and their values, which share its memory."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            values = torch.frombuffer(self.reading.views[0], dtype=torch.uint8)
+        for piece in self._bucket.pieces:
+            part = values[piece.start : piece.start + piece.slice.nbytes]
+            tensor = part.view(getattr(torch, piece.slice.dtype)).view(piece.slice.box.shape)
+            yield (
+                piece.slice,
+                Values(tensor, lambda elements, piece=piece: self._verify(piece.position(elements))),
+            )
+
+    def _verify(self, stop: int) -> None:
+        """Verifies the blocks that contain the bytes before `stop` and were not verified yet. Raises TransferError."""
+        if stop > self._verified:
+            start = self._verified
+            _, nbytes = whole_blocks(start, stop - start, self._bucket.nbytes)
+            self._verified = start + nbytes
+            data = self.reading.views[0][start : self._verified]
+            self._verifier.verify_blocks(self._shard, start, data, self._name)
 
 
 class _Sources:
@@ -123,8 +163,8 @@ class _Sources:
         have been read."""
         self._asked[bucket.source, bucket.number] = self._send(bucket.source, read_before, bucket.number)
 
-    def begin(self, bucket: Bucket) -> Future[Reading]:
-        """Begins to read a bucket that was asked for; returns a future of its verified bytes."""
+    def begin(self, bucket: Bucket) -> Future[_ReadBucket]:
+        """Begins to read a bucket that was asked for; returns a future of its bytes."""
         asked = self._asked.pop((bucket.source, bucket.number))
         return self._thread.submit(self._read, bucket, asked)
 
@@ -154,26 +194,31 @@ class _Sources:
                     answer.exception(CHECK_S)
             _answer_of(endpoint, answer)
 
-    def verify(self, bucket: Bucket, reading: Reading) -> None:
+    def verify(self, bucket: Bucket, reading: _ReadBucket) -> None:
         """Checks that a bucket was there until now.
 
         Raises:
             RlhfError: The source has freed it, with the error by which its SendWeights ended.
         """
         try:
-            reading.verify()
+            reading.reading.verify()
         except Refused:
             self._explain(bucket)
             raise
 
-    def _read(self, bucket: Bucket, asked: Any) -> Reading:
+    def _read(self, bucket: Bucket, asked: Any) -> _ReadBucket:
         """Waits for the place of a bucket, and reads it."""
         source = self._source(bucket.source).endpoint
         taken = _answer_of(source, asked)
         name = f"bucket {bucket.number} of {self._counts[bucket.source]} of transfer {self._transfer.id}"
+        if len(taken.checksums) != num_blocks(bucket.nbytes):
+            raise TransferError(
+                f"{source}: {name} came with {len(taken.checksums)} checksums, expected {num_blocks(bucket.nbytes)}"
+            )
         shard = Shard(source, taken.shard, taken.offset, taken.nbytes, tuple(taken.checksums))
         try:
-            return self._fetcher.read(ByteRange(shard, 0, bucket.nbytes, name), self._deadline)
+            reading = self._fetcher.read(ByteRange(shard, 0, bucket.nbytes, name), self._deadline)
+            return _ReadBucket(bucket, shard, name, reading, self._fetcher.verifier)
         except Refused:
             self._explain(bucket)
             raise
@@ -220,13 +265,3 @@ def _wait(future: Future[T], check: Callable[[], None]) -> T:
             if future.done():
                 raise
             check()
-
-
-def _pieces(bucket: Bucket, view: memoryview) -> Iterator[tuple[WeightSlice, Tensor]]:
-    """Yields the slices of a bucket and their values, which share the memory of `view`."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        values = torch.frombuffer(view, dtype=torch.uint8)
-    for piece in bucket.pieces:
-        part = values[piece.start : piece.start + piece.slice.nbytes]
-        yield piece.slice, part.view(getattr(torch, piece.slice.dtype)).view(piece.slice.box.shape)

@@ -119,5 +119,5 @@ def send(
         offer.wait_until_read(check, call.deadline)
 
 
-def _writer(packer: WeightPacker, bucket: Bucket) -> Callable[[memoryview], None]:
+def _writer(packer: WeightPacker, bucket: Bucket) -> Callable[[memoryview], list[int]]:
     return lambda memory: packer.pack(bucket, memory)

@@ -7,7 +7,6 @@ calls of functions its method made to `rank-N.calls`.
 from __future__ import annotations
 
 import builtins
-import importlib
 import json
 import os
 import sys
@@ -125,8 +124,4 @@ def serve(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CHAOS_FAULTS=str(faults),
     )  # fmt: skip
     sys.argv = [role, "--config", str(config)]
-    run(role, lambda table: FAILING[role] if can_fail else usual_worker_class(role, table))
-
-
-def usual_worker_class(role: str, table: Any) -> type[Worker]:
-    return importlib.import_module(f"services.{role}.role").worker_class(table)
+    run(role, (lambda table: FAILING[role]) if can_fail else None)

@@ -28,13 +28,13 @@ class Usage:
         return [Usage(Held.by(each.pid), each.memory_info().rss) for each in target.processes]
 
 
-def growth(target: Target, before: list[Usage]) -> str:
-    """Waits until connections that were closed have gone; returns what the ranks hold more than before, as text, and ""
-    if nothing. Asserts that their memory has not grown by GROWTH."""
+def growth(target: Target, before: list[Usage], within_s: float = FREE_WITHIN_S) -> str:
+    """Waits up to `within_s` seconds until connections that were closed have gone; returns what the ranks hold more
+    than before, as text, and "" if nothing. Asserts that their memory has not grown by GROWTH."""
     with contextlib.suppress(AssertionError):
         wait_until(
             lambda: all(new.held <= old.held for new, old in zip(Usage.of(target), before, strict=True)),
-            FREE_WITHIN_S,
+            within_s,
             "threads and descriptors as before",
         )
     more = []

@@ -40,8 +40,10 @@ RESULTS = {
     "critic": (("compute_values",), "update_critic"),
     "reference": (("compute_ref_log_prob",), None),
     "reward": (("compare_pairs",), "update_reward"),
+    "rollout": ((), None),
 }
-"""Methods of a role with a model that return rows, and the one that changes its weights."""
+"""Methods of a role with a model that return rows, and the one that changes its weights. A rollout service has no
+weights before an actor sends them."""
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from client.session import Session
 from controller.config.config import Config
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import results
-from controller.role_groups.roles import ActorGroup, RolloutGroup
-from deploy.quickstart.build import make_tokenizer
 from integration.harness import SHARDED, Processes, free_ports, wait_until, write_config
-from nccl_transfer.fetch import Fetcher
+from integration.weight_services import WeightServices, write_model
 from nccl_transfer.refs.batch import Batch
-from nccl_transfer.registry import create_readers
-from nccl_transfer.transports import host_id
 from rlhf.errors import Refused, RlhfError
 from rlhf.v1 import actor_pb2
 
@@ -48,32 +42,18 @@ Response = tuple[list[int], list[float]]
 """Tokens and their log-probabilities."""
 
 
-def write_model(directory: Path) -> None:
-    torch.manual_seed(3)
-    tokenizer: Any = make_tokenizer()
-    config = LlamaConfig(
-        vocab_size=131,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-
-
-class Target:
+class Target(WeightServices):
     """An actor with two versions of weights, and a rollout service that is struck, in processes of their own."""
 
     def __init__(self, directory: Path, processes: Processes, second_buffer: bool) -> None:
         self.directory, self._processes = directory, processes
-        write_model(directory / "model")
+        write_model(
+            directory / "model",
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=6,
+            num_key_value_heads=2,
+        )
         common = {"model": directory / "model", "output_roots": [directory], "startup_timeout_s": START_S}
         ports = free_ports(2)
         tables: dict[str, Any] = {
@@ -94,23 +74,10 @@ class Target:
             for name in tables
         }
         self._launchers = {name: self._serve(name) for name in tables}
-        self.cluster = Cluster(both, Session(seed=3, timeout_s=TIMEOUT_S, save_timeout_s=DEADLINE_S))
-        self._fetcher = Fetcher(host_id(), create_readers())
+        super().__init__(Cluster(both, Session(seed=3, timeout_s=TIMEOUT_S, save_timeout_s=DEADLINE_S)))
 
     def _serve(self, name: str) -> subprocess.Popen[str]:
         return self._processes.serve(self._paths[name], self.directory / f"logs_{name}", timeout_s=START_S)
-
-    @property
-    def actor(self) -> ActorGroup:
-        group = self.cluster.group("actor")
-        assert isinstance(group, ActorGroup)
-        return group
-
-    @property
-    def rollout(self) -> RolloutGroup:
-        group = self.cluster.group("rollout")
-        assert isinstance(group, RolloutGroup)
-        return group
 
     def make_versions(self) -> dict[str, Response]:
         """Makes the two versions, and returns the responses with each."""
@@ -150,7 +117,7 @@ class Target:
 
     def _values(self, rows: Batch, name: str) -> Any:
         column = rows.select([name])
-        fetched = self._fetcher.fetch(column, time.monotonic() + TIMEOUT_S)
+        fetched = self.fetcher.fetch(column, time.monotonic() + TIMEOUT_S)
         return fetched.values[name].values.tolist()  # type: ignore[union-attr]
 
     def pids(self) -> list[int]:
@@ -162,10 +129,6 @@ class Target:
         wait_until(lambda: launcher.poll() is not None, TIMEOUT_S, "the service to end")
         self._launchers["rollout"] = self._serve("rollout")
         self.cluster.reconnect("rollout")
-
-    def close(self) -> None:
-        self._fetcher.close()
-        self.cluster.close()
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def test_a_peer_that_dies_before_it_hands_out_its_arena_is_lost(memfd, mortal_pe
     batch = mortal_peer.put(random_array("uint8", (4,)))
     mortal_peer.stop()
     threading.Timer(0.2, mortal_peer.kill).start()
-    with pytest.raises(ServiceLost, match=re.escape(str(mortal_peer.endpoint))):
+    with pytest.raises(ServiceLost, match=re.escape(f"{mortal_peer.endpoint}: cannot be reached or died: ")):
         fetch(memfd, batch, within_s=10)
 
 

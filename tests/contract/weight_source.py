@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nccl_transfer.bucket_board import BucketBoard
@@ -116,7 +117,8 @@ def read_all(
     pieces = {}
     for piece, values in receive(transfer, receiver, fetcher, time.monotonic() + within_s):
         assert piece not in pieces
-        pieces[piece] = values.clone()
+        pieces[piece] = torch.empty_like(values.tensor)
+        values.copy_to(pieces[piece])
     return pieces, sum(values.nbytes for values in pieces.values())
 
 

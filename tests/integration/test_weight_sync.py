@@ -13,19 +13,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from client.session import Session
 from controller.config.config import Config
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import results
-from controller.role_groups.roles import ActorGroup, RolloutGroup
-from deploy.quickstart.build import make_tokenizer
+from controller.role_groups.roles import RolloutGroup
 from integration.harness import HUGGING_FACE, Processes, free_ports, write_config
-from nccl_transfer.fetch import Fetcher
-from nccl_transfer.registry import create_readers
-from nccl_transfer.transports import host_id
+from integration.weight_services import WeightServices, write_model
 from rlhf.errors import Refused
 from rlhf.v1 import actor_pb2
 
@@ -87,35 +83,20 @@ PAIRS = [
 ]
 
 
-def write_model(directory: Path, *, tied: bool) -> None:
-    """A random model, whose vocabulary no mesh divides without padding, and the quickstart's tokenizer."""
-    torch.manual_seed(3)
-    tokenizer: Any = make_tokenizer()
-    config = LlamaConfig(
-        vocab_size=131,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        tie_word_embeddings=tied,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-
-
-class Services:
+class Services(WeightServices):
     """An actor and a rollout service that run, and a controller in this process."""
 
     def __init__(self, directory: Path, pair: Pair, processes: Processes) -> None:
         self.directory, self.processes = directory, processes
-        write_model(directory / "model", tied=pair.tied)
+        write_model(
+            directory / "model",
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=4,
+            num_key_value_heads=4,
+            head_dim=32,
+            tie_word_embeddings=pair.tied,
+        )
         common = {"model": directory / "model", "output_roots": [directory]}
         ports = free_ports(2)
         self.config = Config.model_validate(
@@ -142,20 +123,7 @@ class Services:
         )
         path = write_config(self.config, directory / "services.toml")
         processes.serve(path, directory / "logs", timeout_s=280.0)
-        self.cluster = Cluster(self.config, Session(seed=3, timeout_s=60.0, save_timeout_s=60.0))
-        self.fetcher = Fetcher(host_id(), create_readers())
-
-    @property
-    def actor(self) -> ActorGroup:
-        group = self.cluster.group("actor")
-        assert isinstance(group, ActorGroup)
-        return group
-
-    @property
-    def rollout(self) -> RolloutGroup:
-        group = self.cluster.group("rollout")
-        assert isinstance(group, RolloutGroup)
-        return group
+        super().__init__(Cluster(self.config, Session(seed=3, timeout_s=60.0, save_timeout_s=60.0)))
 
     def train(self) -> None:
         """One step on what the actor generates: its weights are no longer those of any directory."""
@@ -189,10 +157,6 @@ class Services:
         tokens = max(response.parity.tokens for response in record.responses)
         assert tokens > 0
         return max(response.parity.max_abs for response in record.responses)
-
-    def close(self) -> None:
-        self.fetcher.close()
-        self.cluster.close()
 
 
 @pytest.fixture(params=PAIRS)

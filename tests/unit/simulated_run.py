@@ -22,7 +22,9 @@ from controller import algorithms
 from controller.config.config import Config, load
 from controller.data.prompts import load_data
 from controller.role_groups.cluster import Cluster
+from controller.role_groups.futures import results
 from controller.role_groups.roles import group_type
+from controller.role_groups.weights import sync_weights
 from controller.training.run import Run
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch, LocalColumn
@@ -31,6 +33,10 @@ from rlhf.contract import Method
 from rlhf.errors import RlhfError
 from rlhf.v1 import reward_pb2, worker_pb2
 
+ROLLOUT = (
+    'services.rollout={role="rollout",address="127.0.0.1:7199",device="cpu",model="runs/arithmetic/model"}'
+)
+"""Setting that gives a config a rollout service, which generates for its actor."""
 QUICKSTARTS = Path(__file__).parent.parent.parent / "deploy" / "quickstart"
 
 
@@ -96,6 +102,7 @@ class SimulatedRanks:
 
     def __init__(self, service: str, weather: Weather, log: list[Entry], state: tuple[int, int]) -> None:
         self.service, self.state, self.state_id = service, state, ""
+        self._arrived = state
         self.clients = [SimpleNamespace(service=service)]
         self._weather, self._log = weather, log
         self._turn = asyncio.Lock()
@@ -131,6 +138,13 @@ class SimulatedRanks:
             entry.rows = rows_of(made["response_ids"])
         else:
             made = self._made(name, values)
+        if name == "describe_weights":
+            response.outcome.state_id = json.dumps(self.state)
+        elif name == "load_weights":
+            seed, version = json.loads(request.state_id)
+            self._arrived = seed, version
+        elif name == "commit_weights":
+            self.state = self._arrived
         if name.startswith("update_"):
             entry.rows = rows_of(values["response_ids"])
             self.state = (
@@ -259,7 +273,7 @@ class Simulation:
                     mesh=worker_pb2.MeshShape(pipeline=1, tensor=1, data=1),
                     input_form=worker_pb2.INPUT_FORM_TENSOR,
                 ),
-                self.config.devices(name),
+                self.config.devices_of(name),
                 session,
                 cluster._placement,
                 cluster._loop,
@@ -268,6 +282,8 @@ class Simulation:
         self.saver = Saver(self.every, self.states)
         if state:
             session.newest = StepContext(state["step"])
+        for actor, rollout in self.config.generators.items():
+            results(sync_weights(cluster.groups[actor], [cluster.groups[rollout]]).calls)
         run = Run(
             self.config,
             load_data(self.config),
@@ -301,7 +317,7 @@ def simulate(
     Args:
         directory: Directory for the rows.
         name: Name of the algorithm whose configuration the run has.
-        settings: Settings of its config, "key.path=value".
+        settings: Settings of its config, "key.path=value". With ROLLOUT it has a rollout service.
         weather: Delays and failures. Default: none.
         every: Number of steps between checkpoints. 0: none.
         resumed: What `Saver.saved` has of the step to go on from.

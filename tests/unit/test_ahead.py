@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.simulated_run import QUICKSTARTS, Entry, Simulation, Weather, simulate
+from unit.simulated_run import QUICKSTARTS, ROLLOUT, Entry, Simulation, Weather, simulate
 
 from controller import algorithms
 from controller.algorithms.grpo import compute_advantage
@@ -33,7 +33,8 @@ def results(run: Simulation) -> Any:
 
 
 def of_actor(run: Simulation, method: str) -> list[Entry]:
-    return [each for each in run.log if (each.service, each.method) == ("actor", method)]
+    """Calls of a method of the actor, or of its rollout service."""
+    return [each for each in run.log if each.service in ("actor", "rollout") and each.method == method]
 
 
 def check_rows(run: Simulation, ahead: int) -> None:
@@ -52,7 +53,11 @@ def check_rows(run: Simulation, ahead: int) -> None:
     for entry in run.log:
         if entry.service == "actor" and entry.method == "update_actor":
             updated = entry.step
-        elif entry.service == "actor" and entry.step <= updated:
+        elif (
+            entry.service in ("actor", "rollout")
+            and entry.method == "generate_sequences"
+            and entry.step <= updated
+        ):
             assert entry.version == entry.step, "an evaluation is of the version of its step"
 
 
@@ -64,6 +69,28 @@ def test_overlapping_steps_repeat_and_train_each_row_once(name: str, tmp_path: P
         assert max(metrics.get("staleness/max", 0) for metrics in calm.notes.metrics.values()) == ahead
         stormy = simulate(tmp_path, name, f"run.ahead={ahead}", weather=Weather(seed=ahead, longest_s=0.004))
         assert results(stormy) == results(calm)
+
+
+@pytest.mark.parametrize("name", ["ppo", "dapo"])
+def test_a_rollout_service_generates_with_the_weights_that_the_actor_would(name: str, tmp_path: Path) -> None:
+    for ahead in (0, 1, 2):
+        table = (f"run.ahead={ahead}", "run.evaluate_every=2")
+        own = simulate(tmp_path, name, *table)
+        stormy = Weather(seed=ahead, longest_s=0.004)
+        placed = simulate(tmp_path, name, *table, ROLLOUT, weather=stormy)
+        check_rows(placed, ahead)
+        moved = {"transfer/weights/bytes": 0.0}
+        assert placed.notes.metrics == {
+            step: metrics | (moved if step else {}) for step, metrics in own.notes.metrics.items()
+        }
+        assert {each.service for each in of_actor(placed, "generate_sequences")} == {"rollout"}
+        updates = len(of_actor(placed, "update_actor"))
+        assert len(of_actor(placed, "commit_weights")) == updates + 1, (
+            "once for each update, and at the start"
+        )
+        states = placed.states()
+        assert states.pop("rollout") == states["actor"]
+        assert states == own.states()
 
 
 def test_without_ahead_calls_come_as_the_algorithm_makes_them(tmp_path: Path) -> None:
@@ -124,20 +151,23 @@ def random_run(directory: Path, seed: int, *, fails: bool) -> None:
     ahead, every = chosen.choice((0, 1, 1, 2, 3)), chosen.choice((0, 2, 3))
     roles = ROLES.get(name, ("actor", "reference", "reward"))
     pools = [f"pools.p{i}={chosen.sample(['d0', 'd1', 'd2'], chosen.randint(2, 3))}" for i in range(2)]
+    rollout = [ROLLOUT] if chosen.random() < 0.5 else []
+    roles = (*roles, "rollout") if rollout else roles
     placed = [f"services.{role}.pool='p{chosen.randint(0, 1)}'" for role in roles if chosen.random() < 0.8]
     table = [
         f"run.ahead={ahead}",
         f"run.steps={chosen.randint(2, 5)}",
         f"run.evaluate_every={chosen.randint(0, 3)}",
     ]
-    calm = simulate(directory, name, *table, *pools, *placed, every=every)
+    table += [*rollout, *pools, *placed]
+    calm = simulate(directory, name, *table, every=every)
     check_rows(calm, ahead)
     weather = Weather(seed, 0.003, chosen.randint(1, len(calm.log)) if fails else 0)
     if fails:
         with pytest.raises(RlhfError, match="struck by lightning"):
-            simulate(directory, name, *table, *pools, *placed, every=every, weather=weather)
+            simulate(directory, name, *table, every=every, weather=weather)
     else:
-        stormy = simulate(directory, name, *table, *pools, *placed, every=every, weather=weather)
+        stormy = simulate(directory, name, *table, every=every, weather=weather)
         assert results(stormy) == results(calm)
 
 

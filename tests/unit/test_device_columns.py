@@ -21,6 +21,7 @@ from nccl_transfer import registry
 from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.devices.tensors import DeviceTensors
 from nccl_transfer.refs.batch import Batch, concat_columns
+from nccl_transfer.refs.checksums import digests
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.remote_column import RemoteColumn
@@ -112,9 +113,12 @@ def test_the_part_of_a_column_that_is_in_host_memory_is_verified(made) -> None:
     assert store.device is not None
     values = np.arange(4, dtype=np.float32)
     there = store.device.put_column(HostTensor(values, "float32"), lease)
-    shard = store.fill(
-        values.nbytes, lease, lambda memory: memory.cast("f").__setitem__(0, 1.0), checksums=True
-    )
+
+    def write(memory: memoryview) -> list[int]:
+        memory[:] = values.tobytes()
+        return list(digests(memory))
+
+    shard = store.fill(values.nbytes, lease, write)
     here = RemoteColumn.of_shard("float32", (), 4, shard)
     batch = Batch(8, {COLUMN: concat_columns([there, here])})
     fetched = server.fetcher.fetch(batch, time.monotonic() + 20, on_device={COLUMN})

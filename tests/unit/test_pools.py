@@ -74,8 +74,8 @@ def test_the_quickstart_made_of_objects_is_that_of_its_file() -> None:
     assert made == load(QUICKSTART, settings)
     given = made.model_dump(exclude_unset=True)
     assert given["algorithm"] == {"mini_batch_size": 128}
-    assert made.devices("actor") & made.devices("reference") == {"cpu:0"}
-    assert not made.devices("reference") & made.devices("reward")
+    assert made.devices_of("actor") & made.devices_of("reference") == {"cpu:0"}
+    assert not made.devices_of("reference") & made.devices_of("reward")
 
 
 def test_the_configuration_on_the_page_of_the_docs_is_one() -> None:
@@ -87,7 +87,7 @@ def test_the_configuration_on_the_page_of_the_docs_is_one() -> None:
     exec(source, names)
     config = names["config"]
     assert set(config.services) == {"actor", "critic", "reference", "reward"}
-    assert config.devices("actor") == config.devices("critic") == {"cpu:0", "cpu:1"}
+    assert config.devices_of("actor") == config.devices_of("critic") == {"cpu:0", "cpu:1"}
 
 
 def test_a_config_is_given_as_itself_as_tables_or_as_the_path_of_a_file() -> None:

@@ -19,6 +19,7 @@ from services.rollout_service.inbox import WeightInbox
 from services.rollout_service.versions import Version, Versions
 from services.rollout_service.wanted import Piece, WantedWeights
 from services.storage.layout import Layout
+from services.weights.copying import Values
 
 CPU = torch.device("cpu")
 LAYOUTS = {
@@ -38,8 +39,8 @@ class KeptTensors(RolloutEngine):
 
     max_positions = None
 
-    def __init__(self, wanted: WantedWeights, in_memory: bool) -> None:
-        self.tensors = wanted.allocate()
+    def __init__(self, wanted: WantedWeights, in_memory: bool, keeps: bool = False) -> None:
+        self.tensors, self._keeps = wanted.allocate(), keeps
         self._in_memory, self._names = in_memory, {*wanted.layouts, *wanted.aliases}
 
     @classmethod
@@ -47,13 +48,15 @@ class KeptTensors(RolloutEngine):
         raise NotImplementedError
 
     def weight_memory(self) -> Mapping[str, Tensor]:
-        return self.tensors if self._in_memory else {}
+        return dict(self.tensors) if self._in_memory else {}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         came = set()
         for name, tensor in weights:
             came.add(name)
-            if name in self.tensors:
+            if name in self.tensors and self._keeps:
+                self.tensors[name] = tensor
+            elif name in self.tensors:
                 self.tensors[name].copy_(tensor)
         check_names(came, self._names)
 
@@ -90,7 +93,7 @@ def pieces_of(wanted: WantedWeights, value: Any, seed: int = 0) -> Iterator[Piec
                 cut.append(WeightSlice(each.name, each.shape, box, each.dtype))
     random.Random(seed).shuffle(cut)
     for each in cut:
-        yield each, value(each)
+        yield each, Values(value(each))
 
 
 def constant(number: float) -> Any:
@@ -120,12 +123,15 @@ def test_each_tensor_has_the_values_of_its_slices(part: int, second_buffer: bool
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("keeps", [False, True])
 @KINDS
-def test_a_rank_serves_one_whole_version_or_refuses(seed: int, second_buffer: bool, in_memory: bool) -> None:
+def test_a_rank_serves_one_whole_version_or_refuses(
+    seed: int, second_buffer: bool, in_memory: bool, keeps: bool
+) -> None:
     """Transfers that succeed, fail half-way or come twice, and commits of the right and of wrong ones, at random."""
     drawn = random.Random(seed)
     wanted = wants(0)
-    engine = KeptTensors(wanted, in_memory)
+    engine = KeptTensors(wanted, in_memory, keeps)
     inbox = WeightInbox(engine, wanted, second_buffer=second_buffer)
     expected: Version | None = None  # what is served
     arrived: Version | None = None
@@ -186,6 +192,20 @@ def test_weights_that_cannot_be_loaded_are_not_served() -> None:
     with pytest.raises(ValueError, match="do not match"):
         inbox.commit()
     assert inbox.versions.served is None
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_second_buffer_is_allocated_once(keeps: bool) -> None:
+    wanted = wants(0)
+    engine = KeptTensors(wanted, in_memory=True, keeps=keeps)
+    inbox = WeightInbox(engine, wanted, second_buffer=True)
+    memory = {tensor.data_ptr() for tensor in engine.tensors.values()}
+    for number in range(1, 5):
+        inbox.receive(Version(f"{number}", number), pieces_of(wanted, constant(number)))
+        memory |= {tensor.data_ptr() for tensor in inbox._buffer.values()}
+        inbox.commit()
+        assert engine.versions() == {float(number)}
+    assert len(memory) == 2 * len(LAYOUTS)
 
 
 def test_a_commit_that_comes_twice_does_nothing() -> None:
