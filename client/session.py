@@ -7,12 +7,13 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from client.gate import Gate
+from client.waiting import settle
 from rlhf.errors import DeadlineExceeded, InvalidRequest
 from rlhf.v1 import common_pb2
 
@@ -92,6 +93,7 @@ class StepContext:
         """
         with self._lock:
             calls = list(self._calls)
+        settle(calls)
         pending = wait(calls, timeout_s).not_done
         if pending:
             raise DeadlineExceeded(
@@ -118,6 +120,7 @@ class Session:
         balance: Whether sequences are distributed over data ranks by their estimated cost instead of by count.
         take_over: Whether the session may end another session that holds the services.
         newest: The step begun last; calls that name no step belong to it.
+        now: Function that returns the time of the run, Unix time in seconds. Default: that of this host.
     """
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -128,6 +131,7 @@ class Session:
     balance: bool = True
     take_over: bool = False
     newest: StepContext = field(default_factory=lambda: StepContext(0))
+    now: Callable[[], float] = time.time
     _call_numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:

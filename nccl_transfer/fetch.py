@@ -183,16 +183,12 @@ class Fetcher:
         first = [source for source in wanted if source not in takes]
         second = [source for source in wanted if source in takes]
         jobs: list[Callable[[], Any]] = [
-            *(
-                partial(
-                    self._read, source, wanted[source], keeps.get(source), relay_request, deadline, traffic
-                )
-                for source in first
-            ),
-            *(
-                partial(self._take, takes[source], wanted[source], relay_request, deadline, traffic)
-                for source in second
-            ),
+            partial(self._read, source, wanted[source], keeps.get(source), relay_request, deadline, traffic)
+            for source in first
+        ]
+        jobs += [
+            partial(self._take, takes[source], wanted[source], relay_request, deadline, traffic)
+            for source in second
         ]
         jobs += [partial(self._place, source, stays[source], deadline, traffic) for source in stays]
         done = _run_all(self._pool, jobs)

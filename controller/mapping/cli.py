@@ -15,7 +15,13 @@ from rich.console import Console
 
 from controller import algorithms
 from controller.config.config import Config, load
-from controller.mapping.configured import ConfiguredModels, described_plan, models_of, placeable
+from controller.mapping.configured import (
+    ConfiguredModels,
+    described_calls,
+    described_plan,
+    models_of,
+    placeable,
+)
 from controller.mapping.devices import DeviceGroup, built_in_devices, device_group, read_devices
 from controller.mapping.explain import comparison, misfits, why_nothing_fits
 from controller.mapping.mapper import find_plan, named_plans
@@ -23,7 +29,11 @@ from controller.mapping.output import planned_config
 from controller.mapping.problem import Problem
 from controller.mapping.record import record_dataflow
 from controller.mapping.report import placements_table, plan_table, summary, timeline_page
-from controller.mapping.workload import LengthShares, workload_of
+from controller.mapping.workload import LengthShares, Workload, workload_of
+from controller.simulation.durations import Durations, measured
+from controller.simulation.report import devices_of, steps_table, timeline_lines
+from controller.simulation.report import summary as simulation_summary
+from controller.simulation.run import simulate_run
 from rlhf.errors import ConfigError
 from settings.strict import override, read_toml
 
@@ -45,29 +55,43 @@ class Asked:
     problem: Problem
 
 
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options that all commands share."""
-    for option in reversed(
-        (
-            click.argument("config_path", metavar="CONFIG", type=click.Path(path_type=Path)),
-            click.option("--algo", default="ppo", show_default=True, help="Algorithm, as of rlhf-controller."),
-            click.option(
-                "--devices", "kinds", multiple=True, required=True, metavar="KIND:COUNT",
-                help="Devices, such as A100-80GB:16; repeatable for further kinds.",
-            ),
-            click.option("--per-machine", default=8, show_default=True, type=click.IntRange(1), help="Devices of one."),
-            click.option("--table", type=click.Path(path_type=Path), help="TOML file with further devices."),
-            click.option("--prompts", metavar="LENGTHS", help="Tokens of prompts: N, or N:WEIGHT,N:WEIGHT."),
-            click.option("--responses", metavar="LENGTHS", help="The same of responses."),
-            click.option(
-                "--ahead", default=0, show_default=True, type=click.IntRange(0),
-                help="Steps by which generation may be ahead of updates.",
-            ),
-            click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config."),
-        )
-    ):  # fmt: skip
-        command = option(command)
-    return command
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_COMMON: tuple[Decorator, ...] = (
+    click.argument("config_path", metavar="CONFIG", type=click.Path(path_type=Path)),
+    click.option("--algo", default="ppo", show_default=True, help="Algorithm, as of rlhf-controller."),
+    click.option(
+        "--per-machine", default=8, show_default=True, type=click.IntRange(1), help="Devices of one."
+    ),
+    click.option("--table", type=click.Path(path_type=Path), help="TOML file with further devices."),
+    click.option("--prompts", metavar="LENGTHS", help="Tokens of prompts: N, or N:WEIGHT,N:WEIGHT."),
+    click.option("--responses", metavar="LENGTHS", help="The same of responses."),
+    click.option(
+        "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config."
+    ),
+)
+_SEARCHED: tuple[Decorator, ...] = (
+    *_COMMON,
+    click.option(
+        "--devices", "kinds", multiple=True, required=True, metavar="KIND:COUNT",
+        help="Devices, such as A100-80GB:16; repeatable for further kinds.",
+    ),
+    click.option(
+        "--ahead", default=0, show_default=True, type=click.IntRange(0),
+        help="Steps by which generation may be ahead of updates.",
+    ),
+)  # fmt: skip
+
+
+def _options(*options: Decorator) -> Decorator:
+    """Returns a decorator that adds options to a command, in order."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -80,7 +104,7 @@ def main() -> None:
 
 
 @main.command()
-@_options
+@_options(*_SEARCHED)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the config with the plan here.")
 @click.option("--timeline", type=click.Path(path_type=Path), help="Write a picture of one step here (HTML).")
 def find(output: Path | None, timeline: Path | None, **given: Any) -> None:
@@ -106,7 +130,7 @@ def find(output: Path | None, timeline: Path | None, **given: Any) -> None:
 
 
 @main.command()
-@_options
+@_options(*_SEARCHED)
 def explain(**given: Any) -> None:
     """Say why the plan that CONFIG describes is slower than the fastest one, or what of it does not fit. All services
     are on devices of the first kind."""
@@ -127,6 +151,53 @@ def explain(**given: Any) -> None:
             click.echo(line)
         if lacking:
             raise _DoesNotFit(["the plan does not fit; rlhf-map find has one that does"])
+
+
+@main.command()
+@_options(*_COMMON)
+@click.option(
+    "--devices", "kind", metavar="KIND:COUNT", help="Devices whose cost model gives the durations of calls."
+)
+@click.option(
+    "--times",
+    type=click.Path(path_type=Path),
+    metavar="RUN_DIR",
+    help="Take durations from this run's timeline.",
+)
+@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps to simulate.")
+@click.option(
+    "--show", default=2, show_default=True, type=click.IntRange(0), help="Last steps of the timeline."
+)
+@click.option(
+    "--spread", default=0.0, show_default=True, type=click.FloatRange(0, 3),
+    help="Stragglers: standard deviation of the logarithm of a rank's duration.",
+)  # fmt: skip
+def simulate(
+    kind: str | None, times: Path | None, steps: int, show: int, spread: float, **given: Any
+) -> None:
+    """Run the real controller on simulated ranks in virtual time, as CONFIG places its services, and print the timeline
+    of its last steps. The seed is run.seed; overlap is as run.ahead says."""
+    with _errors_shown():
+        if (kind is None) == (times is None):
+            raise ConfigError("give either --devices KIND:COUNT or --times RUN_DIR")
+        algorithm = algorithms.find_algorithm(given["algo"])
+        config = algorithm.configure(load(given["config_path"], given["settings"]))
+        workload = _workload(config, given["prompts"], given["responses"])
+        if times is not None:
+            durations = measured(times, [*config.services, *config.also_served])
+        else:
+            more = read_devices(given["table"]) if given["table"] else {}
+            group = device_group(kind or "", given["per_machine"], more)
+            models = models_of(config, record_dataflow(algorithm, config)).models
+            durations = Durations(described_calls(config, Problem(models, workload, (group,)), group), {})
+        durations = replace(durations, spread=spread, seed=config.run.seed)
+        trace = simulate_run(
+            config, algorithm, durations, workload.prompts.shares, workload.responses.shares, steps
+        )
+        for line in timeline_lines(trace, show):
+            click.echo(line)
+        _console().print(steps_table(trace, devices_of(config)))
+        click.echo(simulation_summary(trace))
 
 
 @main.command()
@@ -157,14 +228,18 @@ def _asked(
     groups: list[DeviceGroup] = [device_group(text, per_machine, more) for text in kinds]
     if len({group.name for group in groups}) < len(groups):
         raise ConfigError("--devices: give each kind once")
-    workload = workload_of(
+    workload = _workload(config, prompts, responses)
+    configured = models_of(config, record_dataflow(algorithm, config))
+    models = tuple(placeable(model) for model in configured.models)
+    return Asked(config, configured, Problem(models, workload, tuple(groups), ahead))
+
+
+def _workload(config: Config, prompts: str | None, responses: str | None) -> Workload:
+    return workload_of(
         config,
         LengthShares.parse(prompts) if prompts else None,
         LengthShares.parse(responses) if responses else None,
     )
-    configured = models_of(config, record_dataflow(algorithm, config))
-    models = tuple(placeable(model) for model in configured.models)
-    return Asked(config, configured, Problem(models, workload, tuple(groups), ahead))
 
 
 def _console() -> Console:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from controller.config.config import Config
 from controller.mapping.dataflow import Dataflow
 from controller.mapping.devices import DeviceGroup
-from controller.mapping.layouts import Option, memory, service_times
+from controller.mapping.layouts import Option, call_times, memory, service_times
 from controller.mapping.mapper import on
 from controller.mapping.problem import Model, Problem
 from controller.mapping.search import MappedPlan, Pool
@@ -90,17 +90,38 @@ def described_plan(config: Config, problem: Problem, group: DeviceGroup) -> Mapp
 
 def described_option(model: Model, site: Site, workload: Workload) -> Option:
     """Returns the costs of a model in the layout that its use describes."""
+    use = model.use
+    idle, extra = memory(use, model.rows(workload))
+    times = service_times(model, use, site, workload, _together(model, workload))
+    return Option(tuple(times), idle, extra, use)
+
+
+def described_calls(
+    config: Config, problem: Problem, group: DeviceGroup
+) -> dict[tuple[str, str], list[float]]:
+    """Returns the seconds of each call of a step in the plan that a config describes, on devices of one kind: by
+    service and method, in the order of the step. Raises ConfigError as `described_plan`."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for pool in described_plan(config, problem, group).pools:
+        site = Site(group, group.alignment(pool.count))
+        for number in pool.models:
+            model = on(problem.models[number], group)
+            together = _together(model, problem.workload)
+            times = call_times(model, model.use, site, problem.workload, together)
+            for call, seconds in zip(model.calls, times, strict=True):
+                found.setdefault((call.service, call.method), []).append(seconds)
+    return found
+
+
+def _together(model: Model, workload: Workload) -> int:
+    """Returns the rows that a generation replica has in its KV cache; 0 for other roles than actors."""
     use, rows = model.use, model.rows(workload)
-    idle, extra = memory(use, rows)
-    together = 0
-    if use.rollout is not None:
-        length = rows.prompt_tokens + rows.response_tokens
-        most = use.rollout.cache_tokens if use.rollout.engine == "hf" else _tokens_of_cache(use)
-        generated = max(
-            (call.rows for call in model.calls if call.kind == "generation"), default=workload.rows
-        )
-        together = max(1, min(most // length, rows_together(use, generated, 1)))
-    return Option(tuple(service_times(model, use, site, workload, together)), idle, extra, use)
+    if use.rollout is None:
+        return 0
+    length = rows.prompt_tokens + rows.response_tokens
+    most = use.rollout.cache_tokens if use.rollout.engine == "hf" else _tokens_of_cache(use)
+    generated = max((call.rows for call in model.calls if call.kind == "generation"), default=workload.rows)
+    return max(1, min(most // length, rows_together(use, generated, 1)))
 
 
 def _tokens_of_cache(use: ModelUse) -> int:

@@ -214,16 +214,34 @@ def cache_of(use: ModelUse, tokens: int) -> int:
     return -(-tokens * per_token * use.itemsize // MIB) * MIB
 
 
+def call_times(model: Model, use: ModelUse, site: Site, workload: Workload, together: int) -> list[float]:
+    """Returns the seconds of each of a model's calls, in order, with `together` rows in a replica's KV cache. The
+    first call that generates also has the transition."""
+    times = [_call_s(call, model, use, site, workload) for call in model.calls]
+    generating = [number for number, call in enumerate(model.calls) if call.kind == "generation"]
+    for number in generating:
+        times[number] += generation_s(use, site, model.calls[number].rows, workload, together=together)
+    if generating:
+        times[generating[0]] += transition_s(use, site)
+    return times
+
+
 def _times(model: Model, use: ModelUse, site: Site, workload: Workload) -> list[float]:
     """Returns the seconds of a model's calls in each stage, generation without its own work."""
     times = [0.0] * len(STAGES)
     for call in model.calls:
-        times[call.stage] += _transfer_s(call, use, site, workload)
-        if call.kind == "inference" and call.method != "tokenize":
-            times[call.stage] += inference_s(use, site, call.rows, workload)
-        elif call.kind == "training":
-            times[call.stage] += training_s(use, site, call.rows, workload, is_critic=model.is_critic)
+        times[call.stage] += _call_s(call, model, use, site, workload)
     return times
+
+
+def _call_s(call: Call, model: Model, use: ModelUse, site: Site, workload: Workload) -> float:
+    """Returns the seconds of a call with the fetch of its columns; of generation, of the fetch alone."""
+    fetch = _transfer_s(call, use, site, workload)
+    if call.kind == "inference" and call.method != "tokenize":
+        return fetch + inference_s(use, site, call.rows, workload)
+    if call.kind == "training":
+        return fetch + training_s(use, site, call.rows, workload, is_critic=model.is_critic)
+    return fetch
 
 
 def _transfer_s(call: Call, use: ModelUse, site: Site, workload: Workload) -> float:

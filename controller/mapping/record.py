@@ -13,7 +13,7 @@ from controller.config.config import Config
 from controller.mapping.dataflow import Call, Dataflow
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import resolved
-from controller.role_groups.group import RoleGroup
+from controller.role_groups.group import RoleGroup, inputs_of
 from controller.role_groups.roles import group_type
 from controller.training.algorithm import Algorithm
 from controller.training.columns import lengths_of
@@ -23,7 +23,7 @@ from controller.training.step import Step
 from nccl_transfer.refs.batch import Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from rlhf.contract import group_methods
-from rlhf.errors import ConfigError, InvalidRequest, RlhfError
+from rlhf.errors import ConfigError, RlhfError
 from rlhf.v1 import worker_pb2
 from settings.reward import RewardTable
 from settings.service import ServiceTable
@@ -122,14 +122,9 @@ class RecordedGroup(RoleGroup):
     ) -> FutureBatch:
         """Records a call; see `RoleGroup.call`, also for what is raised."""
         method, batch = self._methods[name], batch or FutureBatch(0, {})
-        missing = [column for column in method.inputs if column not in batch]
-        if missing:
-            raise InvalidRequest(
-                f"{self.name}.{name} needs columns {missing}; the batch has {sorted(batch.columns)}"
-            )
+        read = inputs_of(self.name, method, batch)
+        inputs = dict(read.result(read.columns).columns)
         asked = tuple(method.outputs if outputs is None else outputs)
-        read = [column for column in (*method.inputs, *method.optional_inputs) if column in batch]
-        inputs = dict(batch.result(read).columns)
         number = self._log.record(self.name, name, batch.rows, inputs, asked)
         done = resolved(CallRecord(self.name, name, 0.0, 0.0, {}, 0, ()))
         columns: dict[str, Any] = {
@@ -224,8 +219,13 @@ def record_dataflow(algorithm: Algorithm, config: Config) -> Dataflow:
         config: Configuration of the run, as `algorithm.configure` returned it.
 
     Raises:
-        ConfigError: The algorithm failed on columns that are made up, or makes no calls.
+        ConfigError: The algorithm failed on columns that are made up, or makes no calls; or a rollout service generates
+            for its actor.
     """
+    for rollout in config.generators.values():
+        raise ConfigError(
+            f"services.{rollout}: a mapping has generation on the actor's devices; leave the service out"
+        )
     log = CallLog()
     run: Callable[[Run], None] = algorithm
     try:

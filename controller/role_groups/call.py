@@ -4,7 +4,6 @@ collects the rows that the ranks made."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +110,7 @@ class GroupCall:
             ranks.address(self.header)
             requests = self._requests(parts, dealt.numbers)
             running[call_id] = self.method.name
-            started = time.time()
+            started = self.callee.session.now()
             timeout_s = self.callee.session.time_of(self.method.snake_name)
             responses = await ranks.send(self.method, call_id, requests, timeout_s, self.place.was_sent)
             return self._collected(dealt, parts, responses), self._record(responses, started)
@@ -215,7 +214,7 @@ class GroupCall:
             service=self.callee.name,
             method=self.method.snake_name,
             started_s=started_s + queued_s,
-            ended_s=time.time(),
+            ended_s=self.callee.session.now(),
             metrics=_mean_metrics(collected),
             policy_version=responses[0].outcome.policy_version,
             responses=tuple(responses),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
+from client.waiting import settle, thread_begins, thread_ends
 from rlhf.errors import DeadlineExceeded
 
 T = TypeVar("T")
@@ -26,6 +27,7 @@ def results(futures: Sequence[Future[T]], timeout_s: float | None = None) -> lis
     Raises:
         DeadlineExceeded: Futures are still pending after `timeout_s`.
     """
+    settle(futures)
     if len(futures) == 1:
         return [_only(futures[0], timeout_s)]
     done, pending = wait(futures, timeout_s, FIRST_EXCEPTION)
@@ -104,7 +106,10 @@ def on_thread(work: Callable[[], T], name: str) -> Future[T]:
             ended.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised where the future is read
             ended.set_exception(error)
+        finally:
+            thread_ends()
 
+    thread_begins()
     threading.Thread(target=execute, name=name, daemon=True).start()
     return ended
 

@@ -23,7 +23,7 @@ from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Place, Placement
 from nccl_transfer.refs.batch import Batch, Column
 from nccl_transfer.refs.wire_ranks import endpoint_from_proto, mesh_from_proto
-from rlhf.contract import group_methods
+from rlhf.contract import Method, group_methods
 from rlhf.errors import DeadlineExceeded, InvalidRequest
 from rlhf.v1 import worker_pb2
 
@@ -128,12 +128,7 @@ class RoleGroup:
         """
         method = self._methods[name]
         batch = batch or FutureBatch(0, {})
-        missing = [column for column in method.inputs if column not in batch]
-        if missing:
-            raise InvalidRequest(
-                f"{self.name}.{name} needs columns {missing}; the batch has {sorted(batch.columns)}"
-            )
-        inputs = batch.select([c for c in (*method.inputs, *method.optional_inputs) if c in batch])
+        inputs = inputs_of(self.name, method, batch)
         step = self.session.step_of(batch.step)
         header = self.session.header(step, self.name, name)
 
@@ -314,6 +309,17 @@ async def _in_place(
         return await calls(step)
     finally:
         place.leave()
+
+
+def inputs_of(service: str, method: Method, batch: FutureBatch) -> FutureBatch:
+    """Returns the columns of a batch that a call of a method reads, those that are optional among them where the batch
+    has them. Raises InvalidRequest where one that the method needs is missing; the message names `service`."""
+    missing = [column for column in method.inputs if column not in batch]
+    if missing:
+        raise InvalidRequest(
+            f"{service}.{method.snake_name} needs columns {missing}; the batch has {sorted(batch.columns)}"
+        )
+    return batch.select([c for c in (*method.inputs, *method.optional_inputs) if c in batch])
 
 
 def _record_at(number: int, records: Sequence[CallRecord]) -> CallRecord:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from client.waiting import settle
+
 T = TypeVar("T")
 
 CLOSE_S = 5.0
@@ -22,10 +24,14 @@ CANCEL_S = 3.0
 
 class Loop:
     """Event loop on a thread of its own, so that algorithms can be written as blocking code. Starts when it is
-    made."""
+    made.
 
-    def __init__(self) -> None:
-        self._loop = uvloop.new_event_loop()
+    Args:
+        loop: The event loop. Default: one of uvloop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop or uvloop.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
         self._thread.start()
@@ -56,7 +62,9 @@ class Loop:
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Runs a coroutine on the loop, waits for it, from another thread than the loop's, and returns its result or
         raises its exception. Raises TimeoutError after `timeout_s` seconds; the coroutine then continues."""
-        return self.start(work).result(timeout_s)
+        future = self.start(work)
+        settle([future])
+        return future.result(timeout_s)
 
     def close(self) -> None:
         """Cancels running tasks, stops the loop and joins its thread. A thread that does not end within `CLOSE_S` is

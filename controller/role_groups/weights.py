@@ -4,7 +4,6 @@ what they hold and want, the source sends while the receivers load, and then the
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -63,7 +62,7 @@ async def _transfer(
 ) -> list[CallRecord]:
     """Makes the calls of a transfer. Returns the record of the whole, and then those of the calls that moved
     weights."""
-    groups, started = [source, *others], time.time()
+    groups, started = [source, *others], source.session.now()
     described = await _all([group.call_within("describe_weights", step) for group in groups])
     lacking = [
         (group, record)
@@ -124,7 +123,7 @@ def _lacks(response: Any, described: CallRecord) -> bool:
 
 
 def _summary(source: RoleGroup, described: CallRecord, started: float, received: int) -> CallRecord:
-    ended = time.time()
+    ended = source.session.now()
     seconds = max(ended - started, 1e-9)
     metrics = {
         "weights_bytes": float(received),

@@ -3,35 +3,38 @@ the steps, while the algorithm goes on."""
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
 
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.futures import Promise, on_thread
+from controller.role_groups.futures import Promise, on_thread, promise, results
 from controller.training.step import Step
 from rlhf.errors import InvalidRequest
 
 P = ParamSpec("P")
-Work = tuple[Callable[[], Any], Promise[Any]]
+Given = Future[Any]
+"""Future of a function, of the future of its result, and of the `Given` after it; of None at the end."""
 
 
 class Deferral:
     """Calls functions one after another, in the order in which they were given, on a thread of its own."""
 
     def __init__(self) -> None:
-        self._given: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._next: Given = promise()
         self._error: BaseException | None = None
         self._last: Promise[Any] | None = None
-        on_thread(self._work, "advantages")
+        first = self._next
+        on_thread(lambda: self._work(first), "advantages")
 
     def submit(self, function: Callable[[], Any]) -> Promise[Any]:
         """Returns a late future of the result of a function, which is called when all functions given before have
         returned; where one of them raised an error, the future has that error, and the function is not called."""
         result: Promise[Any] = Promise(is_late=True)
         self._last = result
-        self._given.put((function, result))
+        given, self._next = self._next, promise()
+        given.set_result((function, result, self._next))
         return result
 
     @property
@@ -41,11 +44,12 @@ class Deferral:
 
     def close(self) -> None:
         """Ends the thread when the functions given so far have returned. Does not wait."""
-        self._given.put(None)
+        given, self._next = self._next, promise()
+        given.set_result(None)
 
-    def _work(self) -> None:
-        while given := self._given.get():
-            function, result = given
+    def _work(self, given: Given) -> None:
+        while (found := results([given])[0]) is not None:
+            function, result, given = found
             try:
                 if self._error:
                     raise self._error

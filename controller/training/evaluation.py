@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,7 +85,7 @@ class Evaluator:
             evaluation: Measures the rows.
             batch_rows: Maximum number of rows in a batch. Default: that of the evaluator.
         """
-        started = time.time()
+        started = self._cluster.session.now()
         parts: list[Mapping[str, np.ndarray]] = []
         for batch in batches(self._data, self.rows, batch_rows or self._batch_rows):
             values, made = evaluation.measure(batch.of_step(step))
@@ -97,7 +96,7 @@ class Evaluator:
         measured = evaluation.summarize({name: np.concatenate([p[name] for p in parts]) for name in parts[0]})
         self.history.append(measured)
         metrics = {f"evaluation/{name}": value for name, value in measured.items()}
-        metrics["time/evaluation_s"] = time.time() - started
+        metrics["time/evaluation_s"] = self._cluster.session.now() - started
         return metrics
 
 

@@ -4,7 +4,6 @@ order."""
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -16,7 +15,7 @@ from client.gate import Gate
 from controller.checkpoints.saver import Checkpointer
 from controller.config.run import RunTable
 from controller.role_groups.cluster import Cluster
-from controller.role_groups.futures import on_thread, resolved
+from controller.role_groups.futures import on_thread, resolved, results
 from controller.tracking.recorder import Recorder
 from controller.training.deferral import Deferral
 from controller.training.evaluation import Evaluation, Evaluator
@@ -127,7 +126,7 @@ class StepLoop:
 
     def _begin(self, number: int, evaluation: Evaluation) -> OpenStep:
         gate = Gate(partial(self._reached, number, evaluation)) if self._table.ahead else None
-        context, started = self._cluster.session.begin_step(number, gate), time.time()
+        context, started = self._cluster.session.begin_step(number, gate), self._cluster.session.now()
         step = Step(context, self._feed.next_prompts, self._feed.next_texts(), self._deferral)
         self._open.append(opened := OpenStep(step, gate, started))
         return opened
@@ -174,7 +173,7 @@ class StepLoop:
         if opened.gate:
             opened.gate.open()
         step.wait()
-        seconds = time.time() - max(opened.started_s, self._ended_s)
+        seconds = self._cluster.session.now() - max(opened.started_s, self._ended_s)
         self._recorder.calls(number, step.records)
         opened.metrics = self._metrics.of(step, seconds, opened.left_out)
         opened.metrics |= staleness_metrics(step.batch, step.records, self._metrics.policies)
@@ -195,11 +194,11 @@ class StepLoop:
         if opened is None:
             return
         step, number, is_last = opened.step, opened.step.number, self._is_last(opened.step)
-        metrics = opened.metrics | (opened.evaluated.result() if opened.evaluated else {})
+        metrics = opened.metrics | (results([opened.evaluated])[0] if opened.evaluated else {})
         self._cluster.end_step(step.context)
         self._verifier.after_step(number, is_last=is_last)
         self._recorder.step(number, metrics)
-        kept = opened.kept.result() if opened.kept else None
+        kept = results([opened.kept])[0] if opened.kept else None
         self._state.passed(number, is_ended=step.is_last, feed=opened.feed, kept=kept)
         if self._checkpointer:
             self._checkpointer.after_step(
@@ -210,7 +209,7 @@ class StepLoop:
                 is_last=is_last,
                 is_cut=not self._open,
             )
-        self._ended_s = time.time()
+        self._ended_s = self._cluster.session.now()
 
     def _is_last(self, step: Step) -> bool:
         return step.is_last or step.number == self._table.steps

@@ -115,7 +115,7 @@ def test_the_part_of_a_column_that_is_in_host_memory_is_verified(made) -> None:
     there = store.device.put_column(HostTensor(values, "float32"), lease)
 
     def write(memory: memoryview) -> list[int]:
-        memory.cast("f")[0] = 1.0
+        memory[:] = values.tobytes()
         return list(digests(memory))
 
     shard = store.fill(values.nbytes, lease, write)

@@ -1,0 +1,110 @@
+"""Waits of a controller's threads for futures: the one place that a simulation has to know of, in which time stands
+still while a thread executes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from rlhf.errors import DeadlineExceeded
+
+CHECK_S = 1.0
+"""Time, in seconds, between two looks at whether the simulation goes on."""
+
+
+class ExecutingThreads:
+    """Counts the threads that execute; those that wait in `settle` are left out. Thread-safe.
+
+    Attributes:
+        stuck: Whether no thread executes and nothing is left that could resolve a future.
+    """
+
+    def __init__(self) -> None:
+        self.stuck = False
+        self._count, self._is_over = 0, False
+        self._changed = threading.Condition()
+
+    def begin(self) -> None:
+        """Counts one thread more."""
+        with self._changed:
+            self._count += 1
+
+    def end(self) -> None:
+        """Counts one thread less."""
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Stops counting: no thread is waited for any more."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def wait_until_none(self) -> None:
+        """Blocks until no thread executes, or threads are not counted any more; the deadlines of the threads' own waits
+        limit this one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._count == 0 or self._is_over)
+
+    def wait(self, future: Future[Any]) -> None:
+        """Blocks until a future is done, and counts the calling thread as waiting. The thread that resolves the future
+        counts it as executing again, so that the count is never too low.
+
+        Raises:
+            DeadlineExceeded: Nothing is left that could resolve the future.
+        """
+        resumed = threading.Event()
+
+        def resume(_: object) -> None:
+            self.begin()
+            resumed.set()
+
+        future.add_done_callback(resume)
+        self.end()
+        while not resumed.wait(CHECK_S):
+            if self.stuck:
+                raise DeadlineExceeded("the simulation is stuck: a thread waits, and no call is under way")
+
+
+_counted: ExecutingThreads | None = None
+
+
+@contextmanager
+def counting() -> Iterator[ExecutingThreads]:
+    """Context manager that counts the executing threads of this process: the calling one, and those that
+    `thread_begins` tells of. For one simulation at a time; raises ValueError where there is another."""
+    global _counted
+    if _counted is not None:
+        raise ValueError("threads are counted already: one simulation at a time")
+    _counted = threads = ExecutingThreads()
+    threads.begin()
+    try:
+        yield threads
+    finally:
+        _counted = None
+        threads.stop()
+
+
+def settle(futures: Iterable[Future[Any]]) -> None:
+    """Blocks until all futures are done where threads are counted; returns at once otherwise. To be called before a
+    thread waits for futures. Raises DeadlineExceeded where a simulation is stuck."""
+    if _counted is not None:
+        for future in futures:
+            if not future.done():
+                _counted.wait(future)
+
+
+def thread_begins() -> None:
+    """Counts a thread that is about to be started."""
+    if _counted is not None:
+        _counted.begin()
+
+
+def thread_ends() -> None:
+    """Counts the calling thread as ended."""
+    if _counted is not None:
+        _counted.end()

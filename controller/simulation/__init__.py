@@ -1,0 +1,1 @@
+"""Runs of the real controller on simulated ranks, in virtual time."""

@@ -1,0 +1,195 @@
+"""Simulated runs: virtual time, order of calls, overlap, stragglers, and durations that a run has measured."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from client.waiting import counting, settle
+from controller.algorithms import find_algorithm
+from controller.config.config import Config, load
+from controller.mapping.cli import main
+from controller.role_groups.futures import promise
+from controller.role_groups.loop import Loop
+from controller.simulation.clock import VirtualTimeLoop
+from controller.simulation.durations import Durations, measured
+from controller.simulation.report import shares
+from controller.simulation.run import SeenCall, Trace, simulate_run
+from controller.tracking.timeline import Timeline
+from rlhf.errors import ConfigError, DeadlineExceeded
+
+QUICKSTART = Path(__file__).parents[2] / "deploy/quickstart/quickstart.toml"
+SECONDS = {
+    ("actor", "generate_sequences"): [4.0],
+    ("actor", "compute_log_prob"): [1.0],
+    ("critic", "compute_values"): [2.0],
+    ("reference", "compute_ref_log_prob"): [1.5],
+    ("reward", "compute_reward"): [3.0],
+    ("critic", "update_critic"): [5.0],
+    ("actor", "update_actor"): [7.0],
+}
+PROMPTS, RESPONSES = [(8, 1.0)], [(2, 0.5), (30, 0.5)]
+
+
+def configured(name: str, *settings: str) -> Config:
+    algorithm = find_algorithm(name)
+    config = QUICKSTART.with_name(f"{algorithm.quickstart}.toml")
+    sizes = ("data.prompts_per_step=64", "algorithm.mini_batch_size=16")
+    return algorithm.configure(load(config, (*sizes, *settings)))
+
+
+def trace_of(name: str, *settings: str, steps: int = 3, durations: Durations | None = None) -> Trace:
+    found = durations or Durations(SECONDS, {})
+    return simulate_run(configured(name, *settings), find_algorithm(name), found, PROMPTS, RESPONSES, steps)
+
+
+def calls(trace: Trace, step: int) -> dict[str, tuple[float, float]]:
+    return {f"{c.service}.{c.method}": (c.start, c.end) for c in trace.calls if c.step == step}
+
+
+def seen(trace: Trace) -> tuple[list[SeenCall], list[Mapping[str, float]], dict[int, float], int, int]:
+    return trace.calls, trace.metrics, trace.straggling, trace.requests, trace.nbytes
+
+
+def test_a_step_takes_as_long_as_its_longest_path() -> None:
+    began = time.monotonic()
+    trace = trace_of("ppo")
+    assert time.monotonic() - began < 20
+    assert [metrics["time/step_s"] for metrics in trace.metrics] == pytest.approx([4 + 3 + 7] * 3)
+    assert calls(trace, 2)["critic.update_critic"] == pytest.approx((14 + 7, 14 + 12))
+
+
+def test_services_that_share_devices_take_turns() -> None:
+    shared = (
+        'pools={one=["a","b"]}',
+        *(f"services.{name}.pool='one'" for name in ("actor", "critic", "reference")),
+    )
+    trace = trace_of("ppo", *shared)
+    assert [metrics["time/step_s"] for metrics in trace.metrics] == pytest.approx(
+        [4 + 1 + 2 + 1.5 + 5 + 7] * 3
+    )
+
+
+def test_steps_ahead_overlap_and_are_stale() -> None:
+    trace = trace_of("dr_grpo", "run.ahead=1", steps=6)
+    assert [metrics["staleness/max"] for metrics in trace.metrics] == [0, 1, 1, 1, 1, 1]
+    generated, updated = calls(trace, 4)["actor.generate_sequences"], calls(trace, 3)["actor.update_actor"]
+    assert generated[0] < updated[0]
+
+
+def check_repeats(name: str, ahead: int) -> None:
+    durations = Durations(SECONDS, {}, spread=0.3, seed=7)
+    both = [seen(trace_of(name, f"run.ahead={ahead}", durations=durations)) for _ in range(2)]
+    assert both[0] == both[1]
+    assert len(both[0][1]) == 3
+
+
+@pytest.mark.parametrize(("name", "ahead"), [("ppo", 0), ("ppo", 2), ("dapo", 0), ("sft", 2)])
+def test_the_same_seed_gives_the_same_trace(name: str, ahead: int) -> None:
+    check_repeats(name, ahead)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", ["grpo", "dapo", "remax", "rloo", "reinforce_pp", "safe_rlhf", "dr_grpo", "gspo"]
+)
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_the_same_seed_gives_the_same_trace_of_any_algorithm(name: str, ahead: int) -> None:
+    check_repeats(name, ahead)
+
+
+def test_another_seed_gives_other_stragglers() -> None:
+    durations = Durations(SECONDS, {}, spread=0.3, seed=7)
+    one, two = (trace_of("ppo", durations=replace(durations, seed=seed)) for seed in (7, 8))
+    assert one.straggling != two.straggling
+    assert one.straggling[1] > 0
+
+
+def test_it_repeats_the_step_times_of_a_measured_run(tmp_path: Path) -> None:
+    steps = trace_of("ppo", durations=Durations(SECONDS, {}, spread=0.3, seed=7))
+    timeline = Timeline(tmp_path, 0.0)
+    for call in steps.calls:
+        timeline.add(("controller", call.service), call.method, call.start, call.end, {"step": call.step})
+    timeline.close()
+    durations = measured(tmp_path, list(configured("ppo").services))
+    again = trace_of("ppo", steps=4, durations=durations)
+    known = [metrics["time/step_s"] for metrics in steps.metrics]
+    assert [metrics["time/step_s"] for metrics in again.metrics[:3]] == pytest.approx(known, abs=1e-4)
+    assert min(known) * 0.7 < again.metrics[3]["time/step_s"] < max(known) * 1.3
+
+
+@pytest.mark.parametrize("text", [None, "{}", "[\n"], ids=["no file", "no timeline", "no calls"])
+def test_a_directory_without_times_is_refused(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "timeline.json").write_text(text)
+    with pytest.raises(
+        ConfigError, match=f"--times {tmp_path}: (not the directory of a run|no call of actor)"
+    ):
+        measured(tmp_path, ["actor"])
+
+
+def test_a_thread_that_nothing_will_wake_is_told_so() -> None:
+    with counting() as threads:
+        loop = Loop(VirtualTimeLoop(threads))
+        with pytest.raises(DeadlineExceeded, match="stuck"):
+            settle([promise()])
+    loop.close()
+
+
+def test_shares_of_overlap_and_waiting() -> None:
+    devices = {"a": frozenset({"0"}), "b": frozenset({"1"})}
+    both = [SeenCall(1, "a", "x", 0.0, 4.0), SeenCall(1, "b", "y", 2.0, 6.0)]
+    assert shares(both, devices, 0.0, 8.0) == pytest.approx((2 / 8, 1 - 8 / 16))
+    assert shares(both, {"a": devices["a"], "b": devices["a"]}, 0.0, 8.0) == pytest.approx((0.0, 1 - 6 / 8))
+
+
+def test_the_command_prints_a_timeline(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, 0.0)
+    timeline.add(("controller", "actor"), "generate_sequences", 0.0, 4.0, {"step": 1})
+    timeline.close()
+    args = [
+        "simulate",
+        str(QUICKSTART),
+        "--prompts",
+        "8",
+        "--times",
+        str(tmp_path),
+        "--steps",
+        "2",
+        "--show",
+        "1",
+    ]
+    done = CliRunner().invoke(main, args)
+    assert done.exit_code == 0, done.output
+    assert "2 actor.generate_sequences" in done.output
+    assert "step 4.000 s (median of 2)" in done.output
+    assert json.dumps(done.output).count("actor.update_actor") == 1
+
+
+def test_the_command_needs_one_source_of_durations() -> None:
+    done = CliRunner().invoke(main, ["simulate", str(QUICKSTART), "--prompts", "8"])
+    assert done.exit_code == 2
+    assert "give either --devices KIND:COUNT or --times RUN_DIR" in done.output
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_thousand_ranks_for_twenty_steps() -> None:
+    """The bar: at most two minutes of CPU for 20 steps of PPO on three services of 1,024 ranks each."""
+    ranks = [f"services.{name}.ranks=1024" for name in ("actor", "critic", "reference")]
+    sizes = ("data.prompts_per_step=4096", "algorithm.mini_batch_size=1024")
+    config = configured("ppo", *sizes, *ranks)
+    began = time.process_time()
+    durations = Durations(SECONDS, {}, spread=0.05)
+    trace = simulate_run(
+        config, find_algorithm("ppo"), durations, [(1024, 1.0)], [(256, 0.5), (1024, 0.5)], 20
+    )
+    assert time.process_time() - began < 120
+    assert len(trace.metrics) == 20
+    assert trace.requests > 20 * 6 * 1024
