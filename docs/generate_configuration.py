@@ -47,6 +47,9 @@ TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[services.NAME.zero]", ZeroTable),
 ]
 
+PLACES = ("placement", "devices")
+"""Keys of a config that are in no table."""
+
 HEAD = """# Configuration
 
 One TOML file serves the controller, the services and the launcher. Keys are strict: an unknown one is an
@@ -58,7 +61,7 @@ working directory. This page is made from the types in `controller/config/` and 
 
 def render() -> str:
     """The page."""
-    parts = [HEAD]
+    parts = [HEAD, _section("Above all tables", Config, {key: Config.model_fields[key] for key in PLACES})]
     shared = ServiceTable.model_fields.keys()
     for title, table in TABLES:
         own = issubclass(table, ServiceTable) and table is not ServiceTable

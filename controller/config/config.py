@@ -25,7 +25,7 @@ from settings.strict import Strict, override, read_toml, validate
 
 
 class Config(Strict):
-    """Configuration of a run: all tables of the config file."""
+    """Configuration of a run: all tables of the config file, and the keys above them."""
 
     run: RunTable = RunTable()
     """Steps, evaluation, seed, timeouts and directory of the run."""

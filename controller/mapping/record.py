@@ -219,8 +219,13 @@ def record_dataflow(algorithm: Algorithm, config: Config) -> Dataflow:
         config: Configuration of the run, as `algorithm.configure` returned it.
 
     Raises:
-        ConfigError: The algorithm failed on columns that are made up, or makes no calls.
+        ConfigError: The algorithm failed on columns that are made up, or makes no calls; or a rollout service generates
+            for its actor.
     """
+    for rollout in config.generators.values():
+        raise ConfigError(
+            f"services.{rollout}: a mapping has generation on the actor's devices; leave the service out"
+        )
     log = CallLog()
     run: Callable[[Run], None] = algorithm
     try:

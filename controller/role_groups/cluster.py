@@ -156,13 +156,12 @@ class Cluster:
                 self.origins[name] = origin(record.responses[0], keeps_weights=kept[name])
         held = {name: id for name, id in self.state_ids().items() if name in restoration.names}
         self._load(restoration.choose(held))
-        self._join(self.groups)
+        _introduce(self.session, list(ours.values()))
 
     def reconnect(self, name: str, say: Callable[[str], None] = lambda line: None) -> RoleGroup:
         """Connects to service `name`, which was restarted and has no state of the run, begins the session on it, and
         introduces it to the ranks of all others; other arguments and errors as for `connect`. Returns its new role
-        group, which is in `groups` from now on. A rollout service that generates an actor's responses has its weights
-        then. Raises InvalidRequest if the restart has lost state of the run."""
+        group, which is in `groups` from now on. Raises InvalidRequest if the restart has lost state of the run."""
         table, old = self.config.services[name], self.group(name)
         if table.keeps_state:
             raise InvalidRequest(
@@ -172,8 +171,15 @@ class Cluster:
         check_tables({name: found}, self.config.services)
         results(found.begin_session(keep_weights=False).calls)
         self.groups[name] = found
-        self._join([name])
+        _introduce(self.session, list(self._ours.values()))
         return found
+
+    def fill_rollouts(self) -> None:
+        """Moves the weights of actors to the rollout services that generate for them (`Config.generators`), as far as
+        these lack them, and waits for it. Raises RlhfError where a rank of either side fails."""
+        for actor, rollout in self.config.generators.items():
+            results(sync_weights(self.group(actor), [self.group(rollout)]).calls)
+            self.origins[rollout] = f"weights of services.{actor}"
 
     def state_ids(self) -> dict[str, str]:
         """Returns the id of the state that each service has had after its last call, by name, without those that report
@@ -259,15 +265,6 @@ class Cluster:
         """Groups whose servers are part of this package, and so have sessions and keep rows."""
         return {name: group for name, group in self.groups.items() if group.description.epoch}
 
-    def _join(self, names: Collection[str]) -> None:
-        """Introduces the ranks of all services to each other, and moves the weights of actors to those of the named
-        services that generate their responses. Waits for both."""
-        _introduce(self.session, list(self._ours.values()))
-        for actor, rollout in self.config.generators.items():
-            if rollout in names:
-                results(sync_weights(self.group(actor), [self.group(rollout)]).calls)
-                self.origins[rollout] = f"weights of services.{actor}"
-
     async def _connect(self, say: Callable[[str], None]) -> None:
         for name, description in (await Discovery(self.config, say).find_all()).items():
             self.groups[name] = self._group(name, description)
@@ -289,11 +286,10 @@ class Cluster:
 
     def _group(self, name: str, description: worker_pb2.DescribeResponse) -> RoleGroup:
         clients = _clients(name, description, self.session.name)
-        kind, devices = group_type(description.role), self.config.devices_of(name)
-        return kind(
+        return group_type(description.role)(
             FanOut(clients, description.epoch),
             description,
-            devices,
+            self.config.devices_of(name),
             self.session,
             self._placement,
             self._loop,

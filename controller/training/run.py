@@ -131,6 +131,7 @@ class Run:
         and the `Actor` whose responses it generates, anew after that. The service `rollout` has the weights of `actor`
         then; others get theirs by `Actor.sync_weights`."""
         self._cluster.reconnect(name)
+        self._cluster.fill_rollouts()
 
     def critic(self, name: str = "critic") -> Critic:
         """Returns a `Critic` that calls service `name`; raises ConfigError as `group`."""

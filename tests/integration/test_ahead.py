@@ -59,9 +59,11 @@ def test_overlapping_steps_give_the_same_bits_again_and_after_a_kill(
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "dapo", "remax"])
-def test_algorithms_run_with_overlapping_steps(overlapping: Config, algorithm: str, tmp_path: Path) -> None:
-    done = job.run(
-        with_tables(overlapping, run={"directory": tmp_path, "steps": 3}, rollout={"samples_per_prompt": 4}),
-        algorithm,
+def test_algorithms_run_with_overlapping_steps(cluster: Cluster, algorithm: str, tmp_path: Path) -> None:
+    config = with_tables(
+        cluster.select(**{role: role for role in ROLES}),
+        run={"directory": tmp_path, "steps": 3, "ahead": 1},
+        rollout={"samples_per_prompt": 4},
     )
+    done = job.run(config, algorithm)
     assert done.summary["steps"] == 3

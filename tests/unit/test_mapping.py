@@ -102,6 +102,14 @@ def test_a_plug_in_is_recorded_as_it_is() -> None:
     ]
 
 
+def test_a_rollout_service_is_refused() -> None:
+    ppo = find_algorithm("ppo")
+    with pytest.raises(
+        ConfigError, match=r"services\.rollout: a mapping has generation on the actor's devices"
+    ):
+        record_dataflow(ppo, ppo.configure(load(QUICKSTARTS / "disaggregated.toml")))
+
+
 def test_an_algorithm_that_fails_is_told() -> None:
     def wrong(run: Run) -> None:
         for step in run.steps():

@@ -176,3 +176,20 @@ def test_the_command_needs_one_source_of_durations() -> None:
     done = CliRunner().invoke(main, ["simulate", str(QUICKSTART), "--prompts", "8"])
     assert done.exit_code == 2
     assert "give either --devices KIND:COUNT or --times RUN_DIR" in done.output
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_thousand_ranks_for_twenty_steps() -> None:
+    """The bar: at most two minutes of CPU for 20 steps of PPO on three services of 1,024 ranks each."""
+    ranks = [f"services.{name}.ranks=1024" for name in ("actor", "critic", "reference")]
+    sizes = ("data.prompts_per_step=4096", "algorithm.mini_batch_size=1024")
+    config = configured("ppo", *sizes, *ranks)
+    began = time.process_time()
+    durations = Durations(SECONDS, {}, spread=0.05)
+    trace = simulate_run(
+        config, find_algorithm("ppo"), durations, [(1024, 1.0)], [(256, 0.5), (1024, 0.5)], 20
+    )
+    assert time.process_time() - began < 120
+    assert len(trace.metrics) == 20
+    assert trace.requests > 20 * 6 * 1024
