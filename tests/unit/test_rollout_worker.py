@@ -25,6 +25,7 @@ from services.rollout_service.wanted import weight_shards, whole_weights
 from services.rollout_service.worker import RolloutWorker
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallRows
+from services.weights.copying import Values
 from settings.actor import ActorTable
 from settings.rollout import RolloutServiceTable
 
@@ -58,11 +59,12 @@ class Sources:
 
     def receive(
         self, transfer: WeightTransfer, receiver: int, *more: Any, **options: Any
-    ) -> Iterator[tuple[WeightSlice, torch.Tensor]]:
+    ) -> Iterator[tuple[WeightSlice, Values]]:
         for number, each in enumerate(transfer.receivers[receiver].slices):
             if number == self.fails_after:
                 raise TransferError("rank 0 of the source is gone")
-            yield each, self.weights[each.name][tuple(map(slice, each.box.starts, each.box.stops))]
+            box = tuple(map(slice, each.box.starts, each.box.stops))
+            yield each, Values(self.weights[each.name][box])
 
 
 @pytest.fixture
