@@ -40,14 +40,16 @@ class LayoutTables:
         return self._accumulated(kind, devices, alignment, count)
 
     def _accumulated(self, kind: int, devices: int, alignment: int, count: int) -> list[Option]:
-        counts = [each for each in self.mesh_sizes(kind, devices) if each <= count]
-        if not counts:
-            return []
-        key = kind, devices, alignment, counts[-1]
-        if key not in self._up_to:
-            fewer = self._accumulated(kind, devices, alignment, counts[-1] - 1)
-            self._up_to[key] = not_dominated([*fewer, *self._layouts(kind, devices, alignment, counts[-1])])
-        return self._up_to[key]
+        found: list[Option] = []
+        for ranks in self.mesh_sizes(kind, devices):
+            if ranks > count:
+                break
+            key = kind, devices, alignment, ranks
+            if key not in self._up_to:
+                more = self._layouts(kind, devices, alignment, ranks)
+                self._up_to[key] = not_dominated([*found, *more])
+            found = self._up_to[key]
+        return found
 
     def _layouts(self, kind: int, devices: int, alignment: int, ranks: int) -> list[Option]:
         key = kind, devices, alignment, ranks

@@ -147,6 +147,10 @@ class Search:
             sets: The sets of models of the plan, by their numbers. Default: the best of all partitions.
         """
         found = [list(sets)] if sets else sorted(partitions(range(len(self._kinds))), key=len)
+        # All models on all devices: a plan that is found soon, and that bounds which combinations are looked at.
+        self._allocate(
+            [tuple(range(len(self._kinds)))] if not sets else found[0], [c[-1:] for c in pool_counts]
+        )
         for sets in found:
             self._allocate(sets, pool_counts)
         return self._best
