@@ -25,7 +25,7 @@ def devices_of(
 
     Args:
         placement: Name of the placement.
-        devices: Names of the devices. Empty: as many as the placement needs, with names that say nothing.
+        devices: Names of the devices. Empty: as many as the placement needs, named "device 0" and so on.
         services: Tables of the services.
 
     Raises:

@@ -125,6 +125,7 @@ class Step:
     def wait(self) -> None:
         """Waits for the calls that `finish` was given and for the functions that `later` was, and sets `records`.
         Raises the first error."""
+        # Calls that belong together (`RoleGroup.call_with`) may have the same record twice.
         self.records = list({id(record): record for record in results(self.calls)}.values())
         results(self._later)
 
