@@ -4,7 +4,7 @@ and its journal after every step."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -140,8 +140,10 @@ class Checkpointer:
         return bool(table.every and step % table.every == 0) or (is_last and table.at_end)
 
     def _save(self, content: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Copies the state of the services, and writes it and that of the controller, `content`, on a thread, after the
-        checkpoint before is complete. The copy of one checkpoint at most is in memory."""
+        """Tells the services to copy their state, and writes the copies and the controller's own state, `content`, on
+        a thread, after the checkpoint before is complete. The copy of one checkpoint at most is in memory.
+
+        Nothing is waited for: a service copies its state in call order, and so before any later call can change it."""
         self.settle()
         step = content["step"]
         partial = self._store.begin(step)
@@ -156,19 +158,20 @@ class Checkpointer:
                 )
                 for name, group in self._groups.items()
             ]
-            results([call for batch in calls for call in batch.calls])
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         text = json_text({**content, "facts": self._facts}, indent=1) + "\n"
         value = metrics.get(self._table.best)
-        self._writing = on_thread(lambda: self._complete(step, text, value), "checkpoint")
+        copies = [call for batch in calls for call in batch.calls]
+        self._writing = on_thread(lambda: self._complete(step, copies, text, value), "checkpoint")
 
-    def _complete(self, step: int, state: str, value: float | None) -> None:
-        """Waits until all services have written their files, and commits the checkpoint; then removes those that are
-        no longer kept."""
+    def _complete(self, step: int, copies: Sequence[Future[Any]], state: str, value: float | None) -> None:
+        """Waits until all services have copied their state and written their files, and commits the checkpoint; then
+        removes those that are no longer kept."""
         partial = self._store.partial(step)
         try:
+            results(copies)
             waits = {
                 name: group.await_checkpoint(str(partial / name)) for name, group in self._groups.items()
             }

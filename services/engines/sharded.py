@@ -30,7 +30,7 @@ from services.engines.collectives import max_over_ranks
 from services.engines.deterministic import deterministic_kernels
 from services.engines.loss_accumulator import numbers
 from services.engines.offloader import Offloader
-from services.engines.snapshots import SnapshotMemory, in_host_memory
+from services.engines.snapshots import SnapshotMemory, in_one_mapping
 from services.runtime.ranks import known_to_all
 from services.storage.checkpoint import (
     NO_SCALARS,
@@ -200,7 +200,7 @@ class ShardedEngine(TrainEngine):
             if rank == 0:
                 make_empty(directory)
             own = {name: x for name, x in self._state().items() if self._is_primary(_weight_name(name))}
-            shards = self._shards(in_host_memory(own))
+            shards = self._shards(in_one_mapping(own))
             scalars = {**scalars, NUM_STEPS: self._num_steps}
 
         def write() -> list[Path]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -71,11 +72,7 @@ class SnapshotMemory:
         if self._pinned is None or self._pinned.nbytes < sum(sizes):
             self._pinned = pinned(sum(sizes), self._device)
             self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        places = self._pinned[: sum(sizes)].split(sizes)
-        copies = Copies(
-            (name, place[: x.nbytes].view(x.dtype).view(x.shape))
-            for (name, x), place in zip(state.items(), places, strict=True)
-        )
+        copies = _views(self._pinned[: sum(sizes)], sizes, state)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
@@ -90,6 +87,21 @@ class Copies(dict[str, Tensor]):
     __slots__ = ("__weakref__",)
 
 
+def in_one_mapping(state: Mapping[str, Tensor]) -> Copies:
+    """Returns copies of tensors in host memory, by name. Those of tensors on the CPU share a mapping that is returned
+    to the operating system as a whole with the last of them: in the heap, which later allocations of other sizes
+    share, copies of every checkpoint would leave gaps."""
+    if any(x.device.type != "cpu" for x in state.values()):
+        return in_host_memory(state)
+    sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in state.values()]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    memory = torch.frombuffer(mmap.mmap(-1, max(1, sum(sizes)), flags=flags), dtype=torch.uint8)
+    copies = _views(memory[: sum(sizes)], sizes, state)
+    for name, x in state.items():
+        copies[name].copy_(x.detach())
+    return copies
+
+
 def in_host_memory(state: Mapping[str, Tensor]) -> Copies:
     """Returns copies of tensors in host memory, by name; pinned if they are on a GPU, since torch caches pinned memory
     for the next copy."""
@@ -99,6 +111,15 @@ def in_host_memory(state: Mapping[str, Tensor]) -> Copies:
     )
     wait_for_copies(x.device for x in state.values())
     return copies
+
+
+def _views(memory: Tensor, sizes: Sequence[int], state: Mapping[str, Tensor]) -> Copies:
+    """Returns views of host memory, uint8, with the types and shapes of tensors; each has as many bytes of it as
+    `sizes` says."""
+    return Copies(
+        (name, place[: x.nbytes].view(x.dtype).view(x.shape))
+        for (name, x), place in zip(state.items(), memory.split(sizes), strict=True)
+    )
 
 
 def pinned(num_bytes: int, device: torch.device) -> Tensor:

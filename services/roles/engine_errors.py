@@ -27,4 +27,4 @@ def as_contract_errors() -> Iterator[None]:
     except (ValueError, FileNotFoundError) as error:
         raise InvalidRequest(str(error)) from error
     except OSError as error:
-        raise RlhfError(f"{error.strerror}: {error.filename}" if error.strerror else str(error)) from error
+        raise RlhfError(f"{error.strerror}: {error.filename}" if error.filename else str(error)) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from pretend_device import DEVICE, Log, pretending
 from torch import Tensor
 
 from services.engines import snapshots
-from services.engines.snapshots import SnapshotMemory
+from services.engines.snapshots import SnapshotMemory, in_one_mapping
 
 NUM_BYTES = 4 * (1000 + 3)
 
@@ -77,3 +78,30 @@ def test_copies_of_a_cpu_are_memory_of_their_own() -> None:
     memory, kept = SnapshotMemory(torch.device("cpu")), {"weight.a": torch.ones(3)}
     first, second = memory.copy(kept), memory.copy(kept)
     assert first["weight.a"].data_ptr() != second["weight.a"].data_ptr()
+
+
+def is_mapped(address: int) -> bool:
+    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+
+def test_the_copy_of_a_checkpoint_is_returned_to_the_system_with_its_last_tensor() -> None:
+    kept = {
+        "weight.a": torch.arange(3_000_000.0).view(3000, 1000),
+        "weight.b": torch.arange(7).to(torch.int64),
+    }
+    copies = in_one_mapping({**kept, "weight.c": torch.empty(0, 5)})
+    kept["weight.a"].zero_()
+    assert torch.equal(copies["weight.a"], torch.arange(3_000_000.0).view(3000, 1000))
+    assert copies["weight.b"].tolist() == list(range(7))
+    assert copies["weight.c"].shape == (0, 5)
+    address, last = copies["weight.b"].data_ptr() & -4096, copies["weight.b"]
+    del copies
+    assert is_mapped(address)
+    del last
+    gc.collect()
+    assert not is_mapped(address)
+
+
+def test_nothing_is_copied_of_a_rank_without_tensors() -> None:
+    assert in_one_mapping({}) == {}
