@@ -9,7 +9,7 @@ from dataclasses import replace
 from controller.mapping.devices import DeviceGroup
 from controller.mapping.layouts import Bounds, Option, layouts, meshes, not_dominated
 from controller.mapping.problem import Model, Problem
-from controller.mapping.search import MappedPlan, Search
+from controller.mapping.search import MappedPlan, Rounding, Search
 from controller.mapping.simulate import Site
 from settings.memory.predict import predict
 
@@ -92,15 +92,18 @@ def on(model: Model, group: DeviceGroup) -> Model:
 
 def find_plan(problem: Problem, sets: Sequence[tuple[int, ...]] | None = None) -> MappedPlan | None:
     """Returns a plan of the lowest cost; None where no plan fits. A plan without pipelines is found first, and bounds
-    the layouts that are looked at.
+    the layouts that are looked at; then one with bytes rounded up. Where none costs less with bytes rounded down, it is
+    the one; else it bounds the exact search.
 
     Args:
         problem: The problem.
         sets: The sets of models that are colocated, by their numbers. Default: the best of all partitions.
     """
-    known = best_plan(problem, LayoutTables(problem, Bounds(pipeline=1)), sets)
-    bounds = Bounds(math.inf if known is None else known.cost)
-    return best_plan(problem, LayoutTables(problem, bounds), sets, known)
+    known = best_plan(problem, LayoutTables(problem, Bounds(pipeline=1)), sets, rounding="up")
+    tables = LayoutTables(problem, Bounds(math.inf if known is None else known.cost))
+    known = best_plan(problem, tables, sets, known, "up")
+    cheapest = best_plan(problem, tables, sets, known, "down")
+    return known if cheapest is known else best_plan(problem, tables, sets, known)
 
 
 def best_plan(
@@ -108,6 +111,7 @@ def best_plan(
     tables: LayoutTables,
     sets: Sequence[tuple[int, ...]] | None = None,
     known: MappedPlan | None = None,
+    rounding: Rounding = "none",
 ) -> MappedPlan | None:
     """Returns a plan of the lowest cost among the layouts of tables; None where no plan fits.
 
@@ -115,7 +119,8 @@ def best_plan(
         problem: The problem.
         tables: Its layouts.
         sets: As of `find_plan`.
-        known: A plan, if one is known already. Default: none.
+        known: A plan, if one is known already. It is returned where none costs less. Default: none.
+        rounding: As of `Search`; with "down", a plan may be returned that does not fit.
     """
     search = Search(
         tables.kinds,
@@ -124,6 +129,7 @@ def best_plan(
         tables.options,
         problem.ahead,
         known,
+        rounding,
     )
     return search.run(tables.pool_counts(), sets)
 

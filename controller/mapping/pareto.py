@@ -10,10 +10,16 @@ def not_dominated_rows(costs: np.ndarray) -> np.ndarray:
     in every column; of equal rows the first in lexical order."""
     if not len(costs):
         return np.zeros(0, np.int64)
-    order = np.lexsort(costs.T[::-1])
-    columns, kept = np.ascontiguousarray(costs[order].T), []
-    while len(order):
-        kept.append(order[0])
-        is_smaller = (columns[:, 1:] < columns[:, :1]).any(axis=0)
-        order, columns = order[1:][is_smaller], columns[:, 1:][:, is_smaller]
-    return np.array(kept, np.int64)
+    # A row has a larger sum than those that dominate it; or, if rounding makes the sums equal, it comes after them.
+    order = np.lexsort((*costs.T[::-1], costs.sum(axis=1)))
+    columns = np.ascontiguousarray(costs[order].T)
+    place = 0
+    while place < len(order) - 1:
+        is_smaller = columns[0, place + 1 :] < columns[0, place]
+        for column in columns[1:]:
+            is_smaller |= column[place + 1 :] < column[place]
+        place += 1
+        if not is_smaller.all():
+            order = np.concatenate((order[:place], order[place:][is_smaller]))
+            columns = np.concatenate((columns[:, :place], columns[:, place:][:, is_smaller]), axis=1)
+    return order

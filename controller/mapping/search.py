@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from controller.mapping.layouts import Option
 from controller.mapping.pareto import not_dominated_rows
 
 Times = tuple[float, ...]
+Rounding = Literal["none", "up", "down"]
+GRAINS = 256
+"""Parts of a device's memory to which a search rounds bytes."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,24 @@ class Front:
     choices: tuple[tuple[Option, ...], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Pools of a set of models with its combinations, one a row.
+
+    Attributes:
+        kinds, counts: [rows] int64 Kind of the devices, and their number.
+        numbers: [rows] int64 Number of the combination among those of its pool.
+        costs: [rows, stages] Seconds of each stage.
+        busy: [rows] Seconds of all stages.
+    """
+
+    kinds: np.ndarray
+    counts: np.ndarray
+    numbers: np.ndarray
+    costs: np.ndarray
+    busy: np.ndarray
+
+
 class Search:
     """One search.
 
@@ -116,6 +138,9 @@ class Search:
             and number of devices. A pool of more devices must have all layouts of a pool of fewer, or equal ones.
         ahead: Steps by which generation may be ahead of updates.
         known: A plan, if one is known already. Default: none.
+        rounding: Whether bytes are exact, or rounded "up" or "down" to GRAINS parts of a device, which leaves few
+            combinations: no plan costs less than those that are found with bytes rounded down, and all that are found
+            with bytes rounded up fit. Default: exact.
     """
 
     def __init__(
@@ -126,7 +151,9 @@ class Search:
         options: Callable[[int, int, int], Sequence[Option]],
         ahead: int = 0,
         known: MappedPlan | None = None,
+        rounding: Rounding = "none",
     ) -> None:
+        self._rounding = rounding
         self._kinds = kinds
         self._counts = counts
         self._capacities = capacities
@@ -134,6 +161,7 @@ class Search:
         self._ahead = ahead
         self._combined: dict[tuple[tuple[int, ...], int, int], Front] = {}
         self._fitting: dict[tuple[tuple[int, ...], int, int], Front] = {}
+        self._floor = self._fastest_stages()
         self._best = known
         self._cost = float("inf") if known is None else known.cost
 
@@ -147,89 +175,106 @@ class Search:
             sets: The sets of models of the plan, by their numbers. Default: the best of all partitions.
         """
         found = [list(sets)] if sets else sorted(partitions(range(len(self._kinds))), key=len)
-        # All models on all devices: a plan that is found soon, and that bounds which combinations are looked at.
-        self._allocate(
-            [tuple(range(len(self._kinds)))] if not sets else found[0], [c[-1:] for c in pool_counts]
-        )
+        if not sets:
+            self._colocate()
         for sets in found:
             self._allocate(sets, pool_counts)
         return self._best
 
+    def _fastest_stages(self) -> np.ndarray:
+        """Returns the least seconds of each stage: of the slowest model, each in its fastest layout for the stage."""
+        floors = []
+        for model in set(self._kinds):
+            times = [
+                option.times
+                for kind, count in enumerate(self._counts)
+                for option in self._options(model, kind, count)
+            ]
+            if times:
+                floors.append(np.min(times, axis=0))
+        return np.max(floors, axis=0) if floors else np.zeros(1)
+
+    def _colocate(self) -> None:
+        """Finds plans with all models on all devices of a kind, which bound the combinations that are looked at.
+        Layouts are chosen one by one, by their seconds and a price of memory."""
+        models = tuple(range(len(self._kinds)))
+        for kind, count in enumerate(self._counts):
+            layouts = [self._options(model, kind, count) for model in self._kinds]
+            if not all(layouts):
+                continue
+            for price in (0.0, *(2.0**power / self._capacities[kind] for power in range(-6, 16))):
+                chosen = [
+                    min(each, key=lambda x: sum(x.times) + price * (x.idle + x.extra)) for each in layouts
+                ]
+                pool = Pool(models, kind, count, tuple(chosen))
+                plan = MappedPlan((pool,), self._ahead)
+                if pool.nbytes <= self._capacities[kind] and plan.cost < self._cost:
+                    self._best, self._cost = plan, plan.cost
+
     def _allocate(self, sets: list[tuple[int, ...]], pool_counts: Sequence[Sequence[int]]) -> None:
         """Looks for a better plan with these sets."""
-        choices = []
-        for each in sets:
-            candidates = list(self._candidates(self._key(each), pool_counts))
-            if not candidates:
-                return
-            choices.append(candidates)
-        floors = [np.min([costs.min(axis=0) for _, _, costs, _ in each], axis=0) for each in choices]
+        choices = [self._candidates(self._key(each), pool_counts) for each in sets]
+        if not all(len(each.counts) for each in choices):
+            return
+        floors = [each.costs.min(axis=0) for each in choices]
         # The sets with the highest costs come first.
         order = sorted(range(len(sets)), key=lambda i: -floors[i].sum())
-        after = [np.zeros_like(floors[0])]
-        busy_after = [0.0]
+        # Of the sets that are still to place, by their number: seconds of the stages, of the busiest pool, and devices.
+        after, busy_after, least = [np.zeros_like(floors[0])], [0.0], [0]
         for i in reversed(order):
             after.append(np.maximum(after[-1], floors[i]))
-            busy_after.append(max(busy_after[-1], self._busy_floor(choices[i])))
-        after.reverse()
-        busy_after.reverse()
-        least = self._least_devices([choices[i] for i in order])
+            busy_after.append(max(busy_after[-1], float(choices[i].busy.min())))
+            least.append(least[-1] + int(choices[i].counts.min()))
         plan: list[tuple[int, int, int, int]] = []
 
-        def extend(place: int, stages: np.ndarray, busiest: float, left: list[int]) -> None:
+        def extend(place: int, stages: np.ndarray, busiest: float, left: np.ndarray) -> None:
             if place == len(order):
                 cost = period(stages.tolist(), busiest, self._ahead)
                 if cost < self._cost:
                     self._cost = cost
                     self._best = self._plan(sets, plan)
                 return
-            for kind, count, costs, busy in choices[order[place]]:
-                if count > left[kind] or sum(left) - count < least[place + 1]:
-                    continue
-                joined = np.maximum(costs, stages)
-                all_stages = np.maximum(joined, after[place + 1])
-                most_busy = np.maximum(np.maximum(busy, busiest), busy_after[place + 1])
-                bounds = np.maximum(all_stages.sum(axis=1) / (self._ahead + 1), most_busy)
-                for number in np.argsort(bounds, kind="stable"):
-                    if bounds[number] >= self._cost:
-                        break
-                    left[kind] -= count
-                    plan.append((order[place], kind, count, int(number)))
-                    extend(place + 1, joined[number], max(busiest, float(busy[number])), left)
-                    plan.pop()
-                    left[kind] += count
+            each, rest = choices[order[place]], len(order) - place - 1
+            joined = np.maximum(each.costs, stages)
+            shared = np.maximum(joined, after[rest]).sum(axis=1) / (self._ahead + 1)
+            bounds = np.maximum(shared, np.maximum(each.busy, max(busiest, busy_after[rest])))
+            has_room = (each.counts <= left[each.kinds]) & (left.sum() - each.counts >= least[rest])
+            rows = np.flatnonzero(has_room & (bounds < self._cost))
+            for row in rows[np.argsort(bounds[rows], kind="stable")]:
+                if bounds[row] >= self._cost:
+                    break
+                kind, count = int(each.kinds[row]), int(each.counts[row])
+                less = left.copy()
+                less[kind] -= count
+                plan.append((order[place], kind, count, int(each.numbers[row])))
+                extend(place + 1, joined[row], max(busiest, float(each.busy[row])), less)
+                plan.pop()
 
-        extend(0, np.zeros_like(floors[0]), 0.0, list(self._counts))
-
-    @staticmethod
-    def _busy_floor(candidates: Sequence[tuple[int, int, np.ndarray, np.ndarray]]) -> float:
-        return min(float(busy.min()) for _, _, _, busy in candidates)
-
-    @staticmethod
-    def _least_devices(choices: Sequence[Sequence[tuple[int, int, np.ndarray, np.ndarray]]]) -> list[int]:
-        """Returns the fewest devices that the sets from each place on need."""
-        least = [0]
-        for candidates in reversed(choices):
-            least.append(least[-1] + min(count for _, count, _, _ in candidates))
-        return least[::-1]
+        extend(0, np.zeros_like(floors[0]), 0.0, np.array(self._counts))
 
     def _key(self, models: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted(self._kinds[model] for model in models))
 
-    def _candidates(
-        self, key: tuple[int, ...], pool_counts: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
-        """Yields (kind, count, seconds by stage, seconds in all) of the pools that a set fits into, larger ones first;
-        of those only the ones that have combinations no smaller pool has."""
+    def _candidates(self, key: tuple[int, ...], pool_counts: Sequence[Sequence[int]]) -> Candidates:
+        """Returns the pools that a set fits into, larger ones first; of those only the ones that have combinations no
+        smaller pool has."""
+        found: list[tuple[int, int, np.ndarray]] = []
         for kind, counts in enumerate(pool_counts):
-            found = []
-            last: np.ndarray | None = None
+            own: list[tuple[int, int, np.ndarray]] = []
             for count in counts:
                 times = self._fit(key, kind, count).costs
-                if len(times) and (last is None or last.shape != times.shape or (last != times).any()):
-                    found.append((kind, count, times, times.sum(axis=1)))
-                    last = times
-            yield from reversed(found)
+                if len(times) and not (own and np.array_equal(own[-1][2], times)):
+                    own.append((kind, count, times))
+            found += reversed(own)
+        sizes = [len(times) for _, _, times in found]
+        costs = np.concatenate([times for _, _, times in found]) if found else np.zeros((0, 1))
+        return Candidates(
+            np.repeat(np.array([kind for kind, _, _ in found], np.int64), sizes),
+            np.repeat(np.array([count for _, count, _ in found], np.int64), sizes),
+            np.concatenate([np.zeros(0, np.int64), *map(np.arange, sizes)]),
+            costs,
+            costs.sum(axis=1),
+        )
 
     def _fit(self, key: tuple[int, ...], kind: int, count: int) -> Front:
         """Returns the combinations of a set that fit into a device, by seconds of the stages alone."""
@@ -251,6 +296,7 @@ class Search:
             options = self._options(last, kind, count)
             width = len(options[0].times) + 2 if options else 2
             own = np.array([(*each.times, each.idle, each.extra) for each in options]).reshape(-1, width)
+            own, options = self._rounded(own, options, self._capacities[kind])
             if not others:
                 self._combined[place] = Front(own, tuple((each,) for each in options))
             else:
@@ -259,6 +305,18 @@ class Search:
                 )
         return self._combined[place]
 
+    def _rounded(
+        self, costs: np.ndarray, options: Sequence[Option], capacity: int
+    ) -> tuple[np.ndarray, Sequence[Option]]:
+        """Returns costs with rounded bytes, without the layouts that are dominated then."""
+        if self._rounding == "none" or not len(costs):
+            return costs, options
+        grain, costs = capacity / GRAINS, costs.copy()
+        whole = np.ceil if self._rounding == "up" else np.floor
+        costs[:, -2:] = whole(costs[:, -2:] / grain) * grain
+        kept = not_dominated_rows(costs)
+        return costs[kept], [options[i] for i in kept]
+
     def _joined(self, front: Front, own: np.ndarray, options: Sequence[Option], kind: int) -> Front:
         """Returns the combinations of a front with the layouts of one more model."""
         if not len(own) or not len(front.choices):
@@ -266,14 +324,19 @@ class Search:
         costs = front.costs[:, None, :] + own[None, :, :]
         costs[:, :, -1] = np.maximum(front.costs[:, None, -1], own[None, :, -1])
         flat = costs.reshape(-1, own.shape[1])
-        # A step takes at least as long as any pool computes.
-        is_fast = flat[:, :-2].sum(axis=1) < self._cost
+        is_fast = self._least_cost(flat[:, :-2]) < self._cost
         fits = np.flatnonzero((flat[:, -2] + flat[:, -1] <= self._capacities[kind]) & is_fast)
         kept = fits[not_dominated_rows(flat[fits])]
         return Front(
             flat[kept],
             tuple((*front.choices[i // len(own)], options[i % len(own)]) for i in kept.tolist()),
         )
+
+    def _least_cost(self, times: np.ndarray) -> np.ndarray:
+        """Returns the least seconds of a step [combinations] with a pool that takes `times` [combinations, stages]: as
+        long as it computes, and in each stage as long as any model on all devices."""
+        shared = np.maximum(times, self._floor).sum(axis=1) / (self._ahead + 1)
+        return np.maximum(shared, times.sum(axis=1))
 
     def _plan(self, sets: list[tuple[int, ...]], chosen: Sequence[tuple[int, int, int, int]]) -> MappedPlan:
         pools = []

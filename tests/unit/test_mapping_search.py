@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
+from controller.mapping import search as search_module
 from controller.mapping.layouts import Option
 from controller.mapping.pareto import not_dominated_rows
-from controller.mapping.search import MappedPlan, Search, partitions
+from controller.mapping.search import MappedPlan, Rounding, Search, partitions
 from settings.memory.shape import ModelShape
 from settings.memory.use import ModelUse
 
@@ -84,9 +85,12 @@ def random_option(draw: random.Random) -> Option:
     return Option(times, draw.randint(1, 12), draw.randint(1, 20), USE)
 
 
-def search(instance: tuple[list[int], list[int], list[int], Options, int]) -> MappedPlan | None:
+def search(
+    instance: tuple[list[int], list[int], list[int], Options, int], rounding: Rounding = "none"
+) -> MappedPlan | None:
     kinds, counts, capacities, options, ahead = instance
-    return Search(kinds, counts, capacities, options, ahead).run([range(1, most + 1) for most in counts])
+    found = Search(kinds, counts, capacities, options, ahead, rounding=rounding)
+    return found.run([range(1, most + 1) for most in counts])
 
 
 @pytest.mark.parametrize("block", range(6))
@@ -99,6 +103,23 @@ def test_equals_brute_force(block: int) -> None:
         assert (math.inf if plan is None else plan.cost) == cheapest_by_enumeration(*instance), seed
         fitting += plan is not None
     assert fitting > 10
+
+
+def test_costs_with_rounded_bytes_enclose_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are rounded up to plans that fit, and down to costs that no plan is below."""
+    monkeypatch.setattr(search_module, "GRAINS", 8)
+    apart = 0
+    for seed in range(240):
+        instance = random_instance(seed)
+        least, most = search(instance, "down"), search(instance, "up")
+        cost, low, high = (
+            math.inf if plan is None else plan.cost for plan in (search(instance), least, most)
+        )
+        assert low <= cost <= high, seed
+        for pool in most.pools if most else ():
+            assert pool.nbytes <= instance[2][pool.kind]
+        apart += low < high
+    assert apart > 10
 
 
 @pytest.mark.parametrize("seed", range(0, 240, 7))
