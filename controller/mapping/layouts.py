@@ -41,11 +41,11 @@ class Bounds:
     Attributes:
         seconds: Those that take less in a step, all stages together. A step takes at least as long as any model, so
             slower ones than a known plan are in no better one.
-        pipeline: Those with at most this number of pipeline stages.
+        doubling: Only those whose number of ranks is a power of two. Default: any number.
     """
 
     seconds: float = math.inf
-    pipeline: int = 1 << 30
+    doubling: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,6 @@ def layouts(
     bounds = bounds or Bounds()
     use = model.use
     for mesh in meshes(model, site, ranks, workload):
-        if mesh[0] > bounds.pipeline:
-            continue
         shards = (False, True) if use.engine == "3d" and mesh[2] > 1 else (False,)
         recomputes = (False, True) if _may_recompute(use) else (False,)
         for is_sharded, recompute in product(shards, recomputes):

@@ -70,7 +70,8 @@ class LayoutTables:
             self._sizes[key] = [
                 ranks
                 for ranks in range(1, group.count + 1)
-                if next(meshes(model, site, ranks, self._problem.workload), None)
+                if (ranks.bit_count() == 1 or not self._bounds.doubling)
+                and next(meshes(model, site, ranks, self._problem.workload), None)
             ]
         return self._sizes[key]
 
@@ -91,19 +92,25 @@ def on(model: Model, group: DeviceGroup) -> Model:
 
 
 def find_plan(problem: Problem, sets: Sequence[tuple[int, ...]] | None = None) -> MappedPlan | None:
-    """Returns a plan of the lowest cost; None where no plan fits. A plan without pipelines is found first, and bounds
-    the layouts that are looked at; then one with bytes rounded up. Where none costs less with bytes rounded down, it is
-    the one; else it bounds the exact search.
+    """Returns a plan of the lowest cost; None where no plan fits.
+
+    A plan with meshes of powers of two is found first, and bounds the layouts that are looked at. Where none costs less
+    with bytes rounded down, it is the one. Else one is found with bytes rounded up, and only if that costs more, the
+    exact bytes are searched.
 
     Args:
         problem: The problem.
         sets: The sets of models that are colocated, by their numbers. Default: the best of all partitions.
     """
-    known = best_plan(problem, LayoutTables(problem, Bounds(pipeline=1)), sets, rounding="up")
+    known = best_plan(problem, LayoutTables(problem, Bounds(doubling=True)), sets, rounding="up")
     tables = LayoutTables(problem, Bounds(math.inf if known is None else known.cost))
-    known = best_plan(problem, tables, sets, known, "up")
     cheapest = best_plan(problem, tables, sets, known, "down")
-    return known if cheapest is known else best_plan(problem, tables, sets, known)
+    if cheapest is None or cheapest is known:
+        return known
+    known = best_plan(problem, tables, sets, known, "up")
+    if known is not None and known.cost <= cheapest.cost:
+        return known
+    return best_plan(problem, tables, sets, known)
 
 
 def best_plan(

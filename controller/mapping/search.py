@@ -256,22 +256,27 @@ class Search:
         return tuple(sorted(self._kinds[model] for model in models))
 
     def _candidates(self, key: tuple[int, ...], pool_counts: Sequence[Sequence[int]]) -> Candidates:
-        """Returns the pools that a set fits into, larger ones first; of those only the ones that have combinations no
-        smaller pool has."""
-        found: list[tuple[int, int, np.ndarray]] = []
+        """Returns the pools that a set fits into; of their combinations only those that are in some stage faster than
+        any of a smaller pool."""
+        found: list[tuple[int, int, np.ndarray, np.ndarray]] = []
         for kind, counts in enumerate(pool_counts):
-            own: list[tuple[int, int, np.ndarray]] = []
+            smaller: np.ndarray | None = None
             for count in counts:
                 times = self._fit(key, kind, count).costs
-                if len(times) and not (own and np.array_equal(own[-1][2], times)):
-                    own.append((kind, count, times))
-            found += reversed(own)
-        sizes = [len(times) for _, _, times in found]
-        costs = np.concatenate([times for _, _, times in found]) if found else np.zeros((0, 1))
+                if not len(times):
+                    continue
+                smaller = np.zeros((0, times.shape[1])) if smaller is None else smaller
+                is_faster = ~np.any((smaller[None] <= times[:, None]).all(axis=2), axis=1)
+                if is_faster.any():
+                    found.append((kind, count, np.flatnonzero(is_faster), times[is_faster]))
+                    both = np.concatenate((smaller, times[is_faster]))
+                    smaller = both[not_dominated_rows(both)]
+        sizes = [len(numbers) for _, _, numbers, _ in found]
+        costs = np.concatenate([times for *_, times in found]) if found else np.zeros((0, 1))
         return Candidates(
-            np.repeat(np.array([kind for kind, _, _ in found], np.int64), sizes),
-            np.repeat(np.array([count for _, count, _ in found], np.int64), sizes),
-            np.concatenate([np.zeros(0, np.int64), *map(np.arange, sizes)]),
+            np.repeat(np.array([kind for kind, *_ in found], np.int64), sizes),
+            np.repeat(np.array([count for _, count, *_ in found], np.int64), sizes),
+            np.concatenate([np.zeros(0, np.int64), *(numbers for _, _, numbers, _ in found)]),
             costs,
             costs.sum(axis=1),
         )

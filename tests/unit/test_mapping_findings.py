@@ -105,9 +105,9 @@ def test_the_transition_within_micro_dp_groups_moves_least(size: str, tensor: in
 
 @pytest.mark.full
 def test_the_largest_searches_find_a_plan() -> None:
-    """PPO on 128 devices, and five models on 256; `python -m benchmarks.paper` prints how long the first take."""
+    """PPO on 128 devices, and five models on 1,024; `python -m benchmarks.paper` prints how long the first take."""
     for size in ("7B", "70B"):
         assert find_plan(paper_problem(size, 128))
     models = ("actor", "critic", "cost_critic", "reference", "reward")
-    shapes: dict[str, ModelShape] = dict.fromkeys(models, LLAMA_SHAPES["70B"])
-    assert find_plan(ppo_problem(shapes, device_group("A100-80GB:256"), paper_workload()))
+    shapes: dict[str, ModelShape] = dict.fromkeys(models, LLAMA_SHAPES["7B"])
+    assert find_plan(ppo_problem(shapes, device_group("A100-80GB:1024"), paper_workload()))
