@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,8 @@ NEXT_START_NS = 1000
 """Smallest difference between the start times of two sessions, in nanoseconds, since ranks compare start times in
 microseconds."""
 MAX_UINT64 = 2**64 - 1
+AFTER_UPDATES = MAX_UINT64
+"""Lateness of calls on what learns, above that of any segment; see `StepContext.gate_of`."""
 MOVE_A_MODEL = (
     "begin_session",
     "save_checkpoint",
@@ -40,15 +42,18 @@ class StepContext:
     Args:
         number: Number of the step, from 1; 0 stands for calls before the first step.
         gate: Keeps calls of the step on what learns until a later step has generated. Default: none is kept.
+        segment_gates: For each further segment of its responses, in order, the gate that keeps the call which generates
+            it, and those that need it, until a later step has generated (`rollout.segments`). Default: none is kept.
 
     Attributes:
         noted: Metrics of the step by name, accumulated with `note`.
         has_ended: Whether the rows of the step were freed, after which no more calls are made in it.
     """
 
-    def __init__(self, number: int, gate: Gate | None = None) -> None:
+    def __init__(self, number: int, gate: Gate | None = None, segment_gates: Sequence[Gate] = ()) -> None:
         self.number = number
         self.gate = gate
+        self.segment_gates = segment_gates
         self.has_ended = False
         self.noted: dict[str, float] = {}
         self._ordinals: Counter[tuple[str, str]] = Counter()
@@ -60,6 +65,24 @@ class StepContext:
     def controller_bytes(self) -> int:
         """Bytes of row data that passed through the controller in this step."""
         return self._controller_bytes
+
+    def gate_of(self, lateness: int) -> Gate | None:
+        """Returns the gate that keeps a call of this lateness; None if no gate does.
+
+        Args:
+            lateness: 0 for a call that is not kept; n for one that generates segment n, from 0, or needs it;
+                `AFTER_UPDATES` for one on what learns, or that needs such a call.
+        """
+        if 0 < lateness <= len(self.segment_gates):
+            return self.segment_gates[lateness - 1]
+        return self.gate if lateness == AFTER_UPDATES else None
+
+    def reached(self, lateness: int) -> None:
+        """Tells the gates that the algorithm is about to wait for a result of this lateness; see `gate_of`."""
+        for gate in self.segment_gates[:lateness]:
+            gate.reached(needs_kept=True)
+        if self.gate:
+            self.gate.reached(needs_kept=lateness == AFTER_UPDATES)
 
     def next_ordinal(self, service: str, method: str) -> int:
         """Returns the ordinal of the next call of a method of a service in this step, from 0, and counts the call."""
@@ -152,15 +175,17 @@ class Session:
         `timeout_s`. `method` is its Python name, such as save_checkpoint."""
         return self.save_timeout_s if method in MOVE_A_MODEL else self.timeout_s
 
-    def begin_step(self, number: int, gate: Gate | None = None) -> StepContext:
-        """Begins a step and returns it. Earlier steps may still be under way. `gate`: as in `StepContext`.
+    def begin_step(
+        self, number: int, gate: Gate | None = None, segment_gates: Sequence[Gate] = ()
+    ) -> StepContext:
+        """Begins a step and returns it. Earlier steps may still be under way. Arguments as those of `StepContext`.
 
         Raises:
             InvalidRequest: A step with this or a higher number has begun already.
         """
         if number <= self.newest.number:
             raise InvalidRequest(f"step {number} cannot begin: step {self.newest.number} has begun")
-        self.newest = StepContext(number, gate)
+        self.newest = StepContext(number, gate, segment_gates)
         return self.newest
 
     def step_of(self, step: StepContext | None) -> StepContext:

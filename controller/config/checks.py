@@ -157,6 +157,21 @@ def check_best(checkpoint: CheckpointTable, run: RunTable) -> None:
         )
 
 
+def check_segments(run: RunTable, rollout: RolloutTable) -> None:
+    """Raises ValueError where responses have more segments than steps are open, or stop strings, which a segment could
+    cut."""
+    if rollout.segments > run.ahead + 1:
+        raise ValueError(
+            f"rollout.segments: {rollout.segments} is more than run.ahead + 1, {run.ahead + 1}: the last segment of a "
+            f"response is generated {rollout.segments - 1} steps after the first, before the step trains on it"
+        )
+    if rollout.segments > 1 and rollout.stop:
+        raise ValueError(
+            f"rollout.stop: does not go with rollout.segments {rollout.segments}: the end of a segment could cut a "
+            "stop string"
+        )
+
+
 def check_ahead(run: RunTable, algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
     """Raises ValueError where steps overlap (`run.ahead`), and the update would not know the policy that it clips
     around or the one that generated the rows: log-probabilities are not recomputed, or top_k or top_p truncate

@@ -124,6 +124,7 @@ class Config(Strict):
         checks.check_truncation(self.algorithm, self.rollout)
         checks.check_best(self.checkpoint, self.run)
         checks.check_ahead(self.run, self.algorithm, self.rollout)
+        checks.check_segments(self.run, self.rollout)
         return self
 
 

@@ -26,6 +26,10 @@ class RolloutTable(Strict):
     """Stop strings: texts that end a response beside the EOS token, for example `["\\n\\n"]`. The token that
     completes one stays in the response's ids; its text ends before the stop string."""
 
+    segments: Positive = 1
+    """Number of calls that generate a response, in as many steps one after another, each with the weights of its time.
+    Each but the last adds an equal share of max_response_tokens. At most run.ahead + 1; see docs/timing.md."""
+
     @property
     def truncates(self) -> bool:
         """Whether top_k or top_p truncate the distribution that tokens are sampled from."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from client.session import StepContext
-from controller.role_groups.futures import all_of, is_late, resolved, results, then
+from controller.role_groups.futures import all_of, lateness_of, resolved, results, then
 from nccl_transfer.refs.batch import Batch, Column, concat_columns
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest
@@ -156,9 +156,9 @@ class FutureBatch:
         return mean_metrics(self.records(timeout_s))
 
     def _reach(self, awaited: Iterable[Future[Any]]) -> None:
-        """Begins what the wait for these futures needs, as far as the gate of the step keeps it."""
-        if self.step and self.step.gate:
-            self.step.gate.reached(needs_kept=is_late(awaited))
+        """Begins what the wait for these futures needs, as far as gates of the step keep it."""
+        if self.step:
+            self.step.reached(lateness_of(awaited))
 
 
 def mean_metrics(records: Sequence[CallRecord]) -> dict[str, float]:

@@ -64,12 +64,12 @@ class Promise(Future[T]):
     """Pending future for its maker to resolve; `Future.cancel` has no effect on it.
 
     Attributes:
-        is_late: Whether a call makes the result that is kept back while a later step generates; see `Gate`.
+        lateness: How long the call that makes the result is kept back; see `StepContext.gate_of`.
     """
 
-    def __init__(self, *, is_late: bool = False) -> None:
+    def __init__(self, lateness: int = 0) -> None:
         super().__init__()
-        self.is_late = is_late
+        self.lateness = lateness
         self.set_running_or_notify_cancel()
 
 
@@ -78,10 +78,10 @@ def promise() -> Promise[Any]:
     return Promise()
 
 
-def is_late(futures: Iterable[Future[Any]]) -> bool:
-    """Whether one of the futures, or one that it was made from by `then` or `all_of`, is a late `Promise`. Does not
-    depend on which futures are resolved."""
-    return any(isinstance(future, Promise) and future.is_late for future in futures)
+def lateness_of(futures: Iterable[Future[Any]]) -> int:
+    """Returns the greatest lateness of a `Promise` among the futures and those that they were made from by `then` or
+    `all_of`; 0 if there is none. Does not depend on which futures are resolved."""
+    return max((future.lateness for future in futures if isinstance(future, Promise)), default=0)
 
 
 def pass_on(source: Future[T], target: Future[T]) -> None:
@@ -137,7 +137,7 @@ async def _resolution(future: Future[T]) -> T:
 def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:
     """Returns a future of `function(result)`, where `result` is that of `future`; `function` is called on the thread
     that resolves `future`. An exception of `future` or of `function` becomes that of the returned future."""
-    following: Promise[Any] = Promise(is_late=is_late([future]))
+    following: Promise[Any] = Promise(lateness_of([future]))
 
     def apply(done: Future[T]) -> None:
         try:
@@ -152,7 +152,7 @@ def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:
 def all_of(futures: Sequence[Future[T]]) -> Future[list[T]]:
     """Returns a future of the results of all futures, in order, which is resolved when all are done. If
     futures fail, its exception is that of the first failed one in the order of `futures`."""
-    together: Promise[Any] = Promise(is_late=is_late(futures))
+    together: Promise[Any] = Promise(lateness_of(futures))
     _gather(deque(futures), [], [], together)
     return together
 

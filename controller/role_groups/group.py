@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 from client.fanout import FanOut
 from client.rank import WORKER
-from client.session import Session, StepContext
+from client.session import AFTER_UPDATES, Session, StepContext
 from controller.role_groups.call import Callee, GroupCall
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.futures import Promise, awaited, is_late, pass_on, then
+from controller.role_groups.futures import Promise, awaited, lateness_of, pass_on, then
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Place, Placement
 from nccl_transfer.refs.batch import Batch, Column
@@ -107,6 +107,7 @@ class RoleGroup:
         name: str,
         batch: FutureBatch | None = None,
         outputs: Sequence[str] | None = None,
+        lateness: int = 0,
         **options: Any,
     ) -> FutureBatch:
         """Starts a call of a method on all ranks and returns without waiting. The requests are sent when the input
@@ -118,6 +119,7 @@ class RoleGroup:
             name: Python name of the method.
             batch: Rows of the call; only the columns that the method declares are sent. Default: no rows.
             outputs: Names of the columns that the call returns. Default: all that the method declares.
+            lateness: Least lateness of the call, by which a gate of the step keeps it; see `StepContext.gate_of`.
             options: Further fields of the request, by name.
 
         Returns:
@@ -138,8 +140,9 @@ class RoleGroup:
             call = GroupCall(self._callee, method, header, inputs, options, step, place)
             return self._loop.start(call.run(self.running))
 
-        is_own = self._learns and method.takes_rows and name != GENERATES
-        result = _begun(begin, step, is_kept=is_own or is_late(inputs.columns.values()))
+        if self._learns and method.takes_rows and name != GENERATES:
+            lateness = AFTER_UPDATES
+        result = _begun(begin, step, max(lateness, lateness_of(inputs.columns.values())))
         expected = method.outputs if outputs is None else outputs
         columns = {column: _column_of(result, column) for column in expected}
         return FutureBatch(batch.rows, columns, (_record_of(result),), batch.step)
@@ -174,7 +177,7 @@ class RoleGroup:
             place = self._placement.enter(devices, object(), longest_s)
             return self._loop.start(_in_place(place, calls, step))
 
-        result = _begun(begin, step, is_kept=self._learns)
+        result = _begun(begin, step, AFTER_UPDATES if self._learns else 0)
         records = [then(result, partial(_record_at, number)) for number in range(most_records)]
         return FutureBatch(0, {}, tuple(records), of)
 
@@ -274,17 +277,17 @@ class RoleGroup:
         return self.call("profile", directory=directory, calls=calls)
 
 
-def _begun(begin: Callable[[], Future[T]], step: StepContext, *, is_kept: bool) -> Future[T]:
+def _begun(begin: Callable[[], Future[T]], step: StepContext, lateness: int) -> Future[T]:
     """Begins a call, records it in its step, and returns its future without waiting.
 
     Args:
         begin: Function that enters the call into the order of calls and starts it.
         step: The step that it belongs to.
-        is_kept: Whether the gate of the step, if there is one, keeps the call until it is opened.
+        lateness: Which gate of the step keeps the call until it is opened; see `StepContext.gate_of`.
     """
-    if step.gate and is_kept:
-        result: Future[T] = Promise(is_late=True)
-        step.gate.keep(lambda: pass_on(begin(), result), result)
+    if gate := step.gate_of(lateness):
+        result: Future[T] = Promise(lateness)
+        gate.keep(lambda: pass_on(begin(), result), result)
     else:
         result = begin()
     step.made(result)

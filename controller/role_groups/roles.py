@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from client.session import StepContext
 from controller.role_groups.codec import BatchCodec
@@ -16,17 +17,54 @@ from rlhf.plugins import load_class
 from rlhf.roles import find_role
 from rlhf.v1 import actor_pb2, critic_pb2, worker_pb2
 
+PARTIAL = {
+    "response_ids": "partial_ids",
+    "rollout_log_probs": "partial_log_probs",
+    "response_versions": "partial_versions",
+}
+"""Columns that a segment of responses makes, by the names under which the next one is given them."""
+
 
 class GeneratingGroup(RoleGroup):
     """Role group of ranks that generate."""
 
     def generate_sequences(
-        self, prompts: FutureBatch, sampling: actor_pb2.Sampling, *, return_text: bool = False
+        self,
+        prompts: FutureBatch,
+        sampling: actor_pb2.Sampling,
+        *,
+        return_text: bool = False,
+        segments: int = 1,
     ) -> FutureBatch:
         """Generates one response to each row of column "prompt". Returns columns prompt_ids, response_ids and
-        rollout_log_probs, and with `return_text` also response, the text."""
-        outputs = ["prompt_ids", "response_ids", "rollout_log_probs", *(["response"] if return_text else [])]
-        return self.call("generate_sequences", prompts, outputs, sampling=sampling, return_text=return_text)
+        rollout_log_probs, with `return_text` also response, the text, and with several segments response_versions.
+
+        Args:
+            prompts: Rows with column "prompt".
+            sampling: How tokens are drawn.
+            return_text: Whether to return the texts of responses.
+            segments: Number of calls that generate a response: each but the last adds an equal share of the tokens that
+                it may have. A call after the first is kept by the segment gate of its number; see
+                `StepContext.gate_of`. The records of the calls are in this order.
+        """
+        rows, made = prompts, FutureBatch(prompts.rows, {}, (), prompts.step)
+        for number in range(segments):
+            is_last = number == segments - 1
+            ids = ["prompt_ids", "response_ids", "rollout_log_probs"]
+            texts = ["response"] if return_text and is_last else []
+            part = self.call(
+                "generate_sequences",
+                rows,
+                [*ids, *texts, *(["response_versions"] if segments > 1 else [])],
+                number,
+                sampling=sampling,
+                return_text=bool(texts),
+                segment_tokens=0 if is_last else -(-sampling.max_new_tokens // segments),
+            )
+            made = replace(part, calls=(*made.calls, *part.calls))
+            if not is_last:
+                rows = prompts | part.select(PARTIAL).rename(**PARTIAL)
+        return made
 
 
 class ActorGroup(GeneratingGroup):

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
 
+from client.session import AFTER_UPDATES
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import Promise, on_thread, promise, results
 from controller.training.step import Step
@@ -31,7 +32,7 @@ class Deferral:
     def submit(self, function: Callable[[], Any]) -> Promise[Any]:
         """Returns a late future of the result of a function, which is called when all functions given before have
         returned; where one of them raised an error, the future has that error, and the function is not called."""
-        result: Promise[Any] = Promise(is_late=True)
+        result: Promise[Any] = Promise(AFTER_UPDATES)
         self._last = result
         given, self._next = self._next, promise()
         given.set_result((function, result, self._next))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,16 +52,29 @@ class OpenStep:
     metrics: dict[str, float] = field(default_factory=dict)
     evaluated: Future[dict[str, float]] | None = None
 
+    @property
+    def segment_gates(self) -> Sequence[Gate]:
+        """Gates of the segments of its responses after the first."""
+        return self.step.context.segment_gates
+
+    def generate(self, last: int) -> None:
+        """Begins the calls that generate its segments up to number `last`, and those that need them."""
+        for gate in self.segment_gates[: max(last, 0)]:
+            gate.open()
+
 
 class StepLoop:
     """Begins and ends the steps of a run.
 
     With `run.ahead` = k, calls of step N on services that learn, but generation, wait behind the gate of the step until
-    step N + k makes its first such call or waits for a result, and so has generated. So every call enters the order
-    of calls at a place that depends on the algorithm and the configuration alone, not on times.
+    step N + k makes its first such call or waits for a result, and so has generated. Where responses have several
+    segments, segment n of step N is generated when step N + n has generated its first, and calls that need it wait as
+    long; or when the algorithm waits for such a result. So every call enters the order of calls at a place that
+    depends on the algorithm and the configuration alone, not on times.
 
     Args:
         table: Settings of the run.
+        segments: Number of segments of a response.
         cluster: Connected services.
         recorder: Records calls and metrics.
         feed: Draws prompts and texts.
@@ -75,6 +88,7 @@ class StepLoop:
     def __init__(
         self,
         table: RunTable,
+        segments: int,
         cluster: Cluster,
         recorder: Recorder,
         feed: Feed,
@@ -84,7 +98,8 @@ class StepLoop:
         state: RunState,
         checkpointer: Checkpointer | None,
     ) -> None:
-        self._table, self._cluster, self._recorder, self._feed = table, cluster, recorder, feed
+        self._table, self._segments, self._cluster = table, segments, cluster
+        self._recorder, self._feed = recorder, feed
         self._metrics, self._evaluator, self._verifier = metrics, evaluator, verifier
         self._state, self._checkpointer = state, checkpointer
         self._deferral = Deferral() if table.ahead else None
@@ -113,8 +128,8 @@ class StepLoop:
     def close(self) -> None:
         """Makes calls that no step will begin any more fail, so that nothing waits for them. Does not wait."""
         for opened in self._open:
-            if opened.gate:
-                opened.gate.drop(RlhfError(f"step {opened.step.number}: the run has ended before this call"))
+            for gate in (*opened.segment_gates, *([opened.gate] if opened.gate else [])):
+                gate.drop(RlhfError(f"step {opened.step.number}: the run has ended before this call"))
         if self._deferral:
             self._deferral.close()
 
@@ -126,7 +141,8 @@ class StepLoop:
 
     def _begin(self, number: int, evaluation: Evaluation) -> OpenStep:
         gate = Gate(partial(self._reached, number, evaluation)) if self._table.ahead else None
-        context, started = self._cluster.session.begin_step(number, gate), self._cluster.session.now()
+        gates = [Gate(partial(self._segment_needed, number)) for _ in range(self._segments - 1)]
+        context, started = self._cluster.session.begin_step(number, gate, gates), self._cluster.session.now()
         step = Step(context, self._feed.next_prompts, self._feed.next_texts(), self._deferral)
         self._open.append(opened := OpenStep(step, gate, started))
         return opened
@@ -154,6 +170,7 @@ class StepLoop:
         result of it; `needs_kept`: whether for one that the gate keeps, so that all earlier steps have to end."""
         if threading.get_ident() != self._thread:
             return
+        self._generate_due(number)
         self._finish_evaluation()
         oldest = self._open[0]
         if oldest.gate and oldest.step.number <= number - self._table.ahead:
@@ -164,12 +181,27 @@ class StepLoop:
             if gate := self._open[0].gate:
                 gate.flush()
 
+    def _segment_needed(self, number: int, is_awaited: bool) -> None:
+        """Generates the rest of the responses of a step if the algorithm is about to wait for a result that needs
+        it (`is_awaited`), after the segments of earlier steps that are due."""
+        if is_awaited and threading.get_ident() == self._thread:
+            self._generate_due(number)
+            for opened in self._open:
+                if opened.step.number == number:
+                    opened.generate(self._segments - 1)
+
+    def _generate_due(self, number: int) -> None:
+        """Generates the segments of earlier steps that are due when a step has generated its first."""
+        for opened in self._open:
+            opened.generate(number - opened.step.number)
+
     def _end_oldest(self, evaluation: Evaluation) -> None:
         """Waits for the calls of the oldest open step, and begins its evaluation, if one is due, which later steps do
         not wait for until they change what it evaluates; else ends the step."""
         self._finish_evaluation()
         opened = self._open.popleft()
         step, number = opened.step, opened.step.number
+        opened.generate(self._segments - 1)
         if opened.gate:
             opened.gate.open()
         step.wait()

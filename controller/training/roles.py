@@ -51,7 +51,8 @@ class Rollout:
 
         Returns:
             Columns prompt_ids, response_ids and rollout_log_probs, and with `return_text` also response, the text; with
-            `run.ahead` also policy_version [rows] int64, the version that generated each row.
+            `run.ahead` also policy_version [rows] int64, the version that began to generate each row; with
+            `rollout.segments` above 1 also response_versions, the version that generated each token.
         """
         rollout = self._config.rollout
         sampling = actor_pb2.Sampling(
@@ -63,7 +64,9 @@ class Rollout:
             stop=rollout.stop,
         )
         with_text = self._returns_text if return_text is None else return_text
-        made = self.group.generate_sequences(prompts, sampling, return_text=with_text)
+        # A greedy response is a baseline or an evaluation, which is of one version.
+        segments = 1 if greedy else rollout.segments
+        made = self.group.generate_sequences(prompts, sampling, return_text=with_text, segments=segments)
         return with_version(made) if self._config.run.ahead else made
 
 

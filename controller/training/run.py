@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from client.session import StepContext
+from client.session import AFTER_UPDATES, StepContext
 from controller.checkpoints.saver import Checkpointer
 from controller.config.config import Config
 from controller.data.draws import Limit
@@ -93,6 +93,7 @@ class Run:
         self._resources.callback(self._columns.close)
         self._loop = StepLoop(
             config.run,
+            config.rollout.segments,
             cluster,
             recorder,
             self._feed,
@@ -214,8 +215,7 @@ class Run:
             batch_rows: Maximum number of rows in a batch. Default: run.evaluation_rows.
         """
         newest = self._cluster.session.newest
-        if newest.gate:
-            newest.gate.reached(needs_kept=True)
+        newest.reached(AFTER_UPDATES)
         return self._evaluator.evaluate(newest, evaluation or self._policy_evaluation(), batch_rows)
 
     def keep(self, name: str, state: S) -> S:

@@ -13,11 +13,12 @@ from controller.role_groups.group import GENERATES
 from nccl_transfer.refs.batch import LocalColumn
 
 VERSION = "policy_version"
-"""Name of the column [rows] int64 with the policy version that generated each row."""
+"""Name of the column [rows] int64 with the policy version that generated the first token of each row."""
 
 
 def with_version(generated: FutureBatch) -> FutureBatch:
-    """Returns rows that one call has generated, with column `VERSION`. Does not wait."""
+    """Returns rows that one call has generated, or several of which each goes on with the rows of the one before, with
+    column `VERSION`: the version of their oldest tokens. Does not wait."""
     rows = generated.rows
     version = then(
         all_of(generated.calls),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import torch
 
 from nccl_transfer.refs.columns import Jagged
+from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
+from services.generation.partial import COLUMNS, PartialResponses
 from services.generation.requests import end_of_sequence_ids, sampling_options
 from services.generation.texts import TextCodec
 from services.roles.columns import jagged_ids
@@ -21,6 +24,21 @@ from services.runtime.worker import CallContext, CallResult, CallRows, require
 
 ID_DTYPE = torch.int32
 """Type of token ids in columns that leave the service; wide enough for any vocabulary."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Part of responses that one call generates.
+
+    Attributes:
+        partial: The responses so far.
+        rows: Indices of those that go on.
+        options: How their tokens are drawn; `max_new_tokens` is the most that are added to a response.
+    """
+
+    partial: PartialResponses
+    rows: list[int]
+    options: SamplingOptions
 
 
 class SequenceGenerator:
@@ -37,6 +55,7 @@ class SequenceGenerator:
 
     def __init__(self, worker: LanguageWorker, engine: RolloutEngine, directory: Path) -> None:
         self._ranks, self._engine, self._tokenized = worker.ranks, engine, worker.tokenized
+        self._version = lambda: worker.policy_version
         self._eos_ids = end_of_sequence_ids(directory, worker.eos_id)
         self.texts = TextCodec(worker.tokenizer, worker.tokenized, worker.eos_id)
 
@@ -47,7 +66,7 @@ class SequenceGenerator:
         call: CallContext,
         refresh: Callable[[], None],
     ) -> CallResult:
-        """Tokenizes column "prompt" and generates one response per row. Collective.
+        """Tokenizes column "prompt" and generates one response per row, or one segment of it. Collective.
 
         Args:
             rows, request, call: As those of the worker's method.
@@ -60,8 +79,11 @@ class SequenceGenerator:
             stop = self.texts.stop_strings(tuple(request.sampling.stop))
             options = sampling_options(request.sampling, self._eos_ids, stop)
             prompts = self._tokenized(rows.texts("prompt"), call)
+            segment = self._segment(rows, request, options)
         refresh()
         seeds = row_seeds(call.call.seed, call.call.step, f"generate/{call.call.ordinal}", rows.numbers)
+        if segment:
+            return self._go_on(prompts, segment, seeds, request, call)
         with self._ranks.together(call.peers_deadline):
             generation = self._generate(prompts, options, seeds, call) if prompts else None
         if generation is None:
@@ -75,6 +97,51 @@ class SequenceGenerator:
             columns["response"] = self.texts.response_texts(generation.responses, options.stop)
         finished = sum(reason == "stop" for reason in generation.finish_reasons)
         return CallResult(columns, {"finished": (finished, rows.count)})
+
+    def _segment(
+        self, rows: CallRows, request: actor_pb2.GenerateSequencesRequest, options: SamplingOptions
+    ) -> Segment | None:
+        """Returns what a call has to add to responses; None for one that generates whole responses. Raises
+        InvalidRequest where that is not possible."""
+        if not (request.segment_tokens or any(name in rows for name in COLUMNS)):
+            return None
+        if options.stop:
+            raise InvalidRequest("segment_tokens and partial responses do not go with sampling.stop")
+        partial = PartialResponses.of(rows)
+        unfinished = partial.unfinished(frozenset(self._eos_ids), options.max_new_tokens)
+        left = options.max_new_tokens - int(partial.ids.lengths[unfinished[0]]) if unfinished else 0
+        most = min(request.segment_tokens or left, left)
+        return Segment(partial, unfinished, replace(options, max_new_tokens=max(most, 1)))
+
+    def _go_on(
+        self,
+        prompts: list[list[int]],
+        segment: Segment,
+        seeds: np.ndarray,
+        request: actor_pb2.GenerateSequencesRequest,
+        call: CallContext,
+    ) -> CallResult:
+        """Generates one segment of the responses to prompts. Collective."""
+        partial, rows = segment.partial, segment.rows
+        with self._ranks.together(call.peers_deadline):
+            if rows:
+                begun = partial.prompts(prompts, rows)
+                generation = self._generate(begun, segment.options, seeds[rows], call)
+                partial = partial.extended(rows, generation, self._version())
+        if not prompts:
+            return CallResult()
+        columns: dict[str, Any] = {
+            "prompt_ids": jagged_ids(prompts, ID_DTYPE),
+            "response_ids": Jagged(partial.ids.values.int(), partial.ids.lengths),
+            "rollout_log_probs": partial.log_probs,
+            "response_versions": partial.versions,
+        }
+        if request.return_text:
+            columns["response"] = self.texts.response_texts(partial.ids, None)
+        if request.segment_tokens:
+            return CallResult(columns)
+        left = partial.unfinished(frozenset(self._eos_ids), request.sampling.max_new_tokens + 1)
+        return CallResult(columns, {"finished": (len(prompts) - len(left), len(prompts))})
 
     def _generate(
         self, prompts: list[list[int]], options: SamplingOptions, seeds: np.ndarray, call: CallContext

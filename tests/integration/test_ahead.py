@@ -38,9 +38,11 @@ def executed(config: Config, directory: Path, algorithm: str = "ppo") -> Path:
     return job.run(with_tables(config, run={"directory": directory}), algorithm).directory
 
 
+@pytest.mark.parametrize("segments", [1, 2])
 def test_overlapping_steps_give_the_same_bits_again_and_after_a_kill(
-    overlapping: Config, tmp_path: Path
+    overlapping: Config, segments: int, tmp_path: Path
 ) -> None:
+    overlapping = with_tables(overlapping, rollout={"segments": segments})
     first = executed(overlapping, tmp_path / "first")
     undisturbed = Results.of(first)
     ages = [line.get("staleness/max") for line in undisturbed.metrics]

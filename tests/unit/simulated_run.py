@@ -84,13 +84,15 @@ class Weather:
 
 @dataclass
 class Entry:
-    """A call in the order in which its service executed it."""
+    """A call in the order in which its service executed it; `born` is the version of the first token of each row that
+    is generated."""
 
     service: str
     method: str
     step: int
     version: int
     rows: tuple[bytes, ...] = ()
+    born: tuple[int, ...] = ()
 
 
 class SimulatedRanks:
@@ -134,8 +136,11 @@ class SimulatedRanks:
         entry = Entry(self.service, name, step, self.state[1])
         response = method.response()
         if name == "generate_sequences":
-            made = self._generated(values["prompt"], request)
-            entry.rows = rows_of(made["response_ids"])
+            made = self._generated(values, request)
+            if not request.segment_tokens:
+                entry.rows = rows_of(made["response_ids"])
+                versions = made["response_versions"]
+                entry.born = tuple(int(versions.row(row)[0]) for row in range(versions.rows))
         else:
             made = self._made(name, values)
         if name == "describe_weights":
@@ -162,14 +167,23 @@ class SimulatedRanks:
         self._log.append(entry)
         return response
 
-    def _generated(self, prompts: list[str], request: Any) -> dict[str, Any]:
-        call = request.call
+    def _generated(self, values: Mapping[str, Any], request: Any) -> dict[str, Any]:
+        """Responses of 2, 3 or 4 tokens, of which a call adds at most `segment_tokens`."""
+        call, prompts = request.call, values["prompt"]
         where = ("greedy",) if request.sampling.greedy else (call.seed, call.step, call.ordinal)
-        rows = [numbers(digest(self.state, *where, i, text), 2 + i % 3) for i, text in enumerate(prompts)]
+        nothing = Jagged(np.zeros(0, np.int64), np.zeros(len(prompts), np.int64))
+        before, versions = values.get("partial_ids", nothing), values.get("partial_versions", nothing)
+        rows, born = [], []
+        for i, text in enumerate(prompts):
+            count = min(2 + i % 3 - int(before.lengths[i]), request.segment_tokens or 4)
+            drawn = numbers(digest(self.state, *where, i, text), count)
+            rows.append(np.concatenate([before.row(i), (drawn * 2**31).astype(np.int64)]))
+            born.append(np.concatenate([versions.row(i), np.full(count, self.state[1])]).astype(np.int64))
         lengths = np.asarray([len(row) for row in rows])
-        ids = Jagged((np.concatenate(rows) * 2**31).astype(np.int64), lengths)
-        log_probs = Jagged(-np.concatenate(rows).astype(np.float32), lengths)
-        made = {"prompt_ids": ids, "response_ids": ids, "rollout_log_probs": log_probs}
+        ids = Jagged(np.concatenate(rows), lengths)
+        log_probs = Jagged((-np.concatenate(rows) / 2**31).astype(np.float32), lengths)
+        made: dict[str, Any] = {"prompt_ids": ids, "response_ids": ids, "rollout_log_probs": log_probs}
+        made["response_versions"] = Jagged(np.concatenate(born), lengths)
         return made | ({"response": ["x"] * len(prompts)} if request.return_text else {})
 
     def _made(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:

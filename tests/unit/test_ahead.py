@@ -41,12 +41,17 @@ def of_actor(run: Simulation, method: str) -> list[Entry]:
 def check_rows(run: Simulation, ahead: int) -> None:
     """Every row that was trained on was generated once, trained on once, and is at most `ahead` updates old; every
     evaluation is of the version of its step."""
-    born = {row: entry for entry in of_actor(run, "generate_sequences") for row in entry.rows}
+    made = {row: entry for entry in of_actor(run, "generate_sequences") for row in entry.rows}
+    born = {
+        row: version
+        for entry in of_actor(run, "generate_sequences")
+        for row, version in zip(entry.rows, entry.born, strict=True)
+    }
     trained = Counter(row for entry in of_actor(run, "update_actor") for row in entry.rows)
     assert set(trained.values()) == {1}
     for entry in of_actor(run, "update_actor"):
-        ages = [entry.version - born[row].version for row in entry.rows]
-        assert {born[row].step for row in entry.rows} == {entry.step}
+        ages = [entry.version - born[row] for row in entry.rows]
+        assert {made[row].step for row in entry.rows} == {entry.step}
         assert all(0 <= age <= ahead for age in ages)
         assert run.notes.metrics[entry.step].get("staleness/max", 0) == max(ages)
     assert [entry.step for entry in of_actor(run, "update_actor")] == sorted(run.notes.metrics)[1:]
@@ -70,6 +75,52 @@ def test_overlapping_steps_repeat_and_train_each_row_once(name: str, tmp_path: P
         assert max(metrics.get("staleness/max", 0) for metrics in calm.notes.metrics.values()) == ahead
         stormy = simulate(tmp_path, name, f"run.ahead={ahead}", weather=Weather(seed=ahead, longest_s=0.004))
         assert results(stormy) == results(calm)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_segments_of_responses_come_with_the_weights_of_their_steps(name: str, tmp_path: Path) -> None:
+    for ahead, segments in ((1, 2), (2, 2), (2, 3)):
+        table = (f"run.ahead={ahead}", f"rollout.segments={segments}", ROLLOUT)
+        calm = simulate(tmp_path, name, *table)
+        check_rows(calm, ahead)
+        stormy = simulate(tmp_path, name, *table, weather=Weather(seed=ahead, longest_s=0.004))
+        assert results(stormy) == results(calm)
+
+
+def test_a_response_goes_on_after_the_next_step_has_generated_and_before_the_update(tmp_path: Path) -> None:
+    table = ("run.ahead=1", "rollout.segments=2", "run.steps=3", "run.evaluate_every=0", ROLLOUT)
+    run = simulate(tmp_path, "ppo", *table)
+    seen = [(e.step, e.method) for e in run.log if e.service == "rollout" and e.method != "describe_weights"]
+    generate, commit = "generate_sequences", "commit_weights"
+    calls = [entry for entry in seen if entry[1] in (generate, commit)]
+    assert calls[2:-1] == [
+        (1, generate),
+        (2, generate),
+        (1, generate),
+        (1, commit),
+        (3, generate),
+        (2, generate),
+        (2, commit),
+        (3, generate),
+        (3, commit),
+    ]
+    assert [run.notes.metrics[step]["staleness/max"] for step in (1, 2, 3)] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("rollout.segments=2",), "rollout.segments: 2 is more than run.ahead . 1, 1"),
+        (("rollout.segments=3", "run.ahead=1"), "rollout.segments: 3 is more than run.ahead . 1, 2"),
+        (
+            ("rollout.segments=2", "run.ahead=1", "rollout.stop=['x']"),
+            "rollout.stop: does not go with rollout.segments 2",
+        ),
+    ],
+)
+def test_segments_that_cannot_be_had_are_refused(settings: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(QUICKSTARTS / "quickstart.toml", settings)
 
 
 @pytest.mark.parametrize("name", ["ppo", "dapo"])
@@ -134,6 +185,7 @@ def test_an_evaluation_holds_up_no_generation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["ppo", "grpo", "dapo", "safe_rlhf"])
 def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
     settings = ("run.ahead=1", "run.steps=6", *(ADAPTIVE if name in ("ppo", "safe_rlhf") else ()))
+    settings = (*settings, "rollout.segments=2") if name in ("ppo", "dapo") else settings
     whole = simulate(tmp_path, name, *settings, every=2, weather=Weather(seed=3, longest_s=0.002))
     assert whole.saver.cuts == [2, 4, 6]
     check_rows(whole, 1)
@@ -157,6 +209,7 @@ def random_run(directory: Path, seed: int, *, fails: bool) -> None:
     placed = [f"services.{role}.pool='p{chosen.randint(0, 1)}'" for role in roles if chosen.random() < 0.8]
     table = [
         f"run.ahead={ahead}",
+        f"rollout.segments={chosen.randint(1, min(ahead + 1, 4))}",
         f"run.steps={chosen.randint(2, 5)}",
         f"run.evaluate_every={chosen.randint(0, 3)}",
     ]

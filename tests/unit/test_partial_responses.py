@@ -1,0 +1,126 @@
+"""Responses that several calls generate: the tokens of a single call, and the version and log-probability of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from unit.one_rank import NEW_TOKENS, OneRank
+
+from nccl_transfer.refs.batch import LocalColumn
+from nccl_transfer.refs.columns import Jagged
+from rlhf.errors import InvalidRequest
+from rlhf.v1 import actor_pb2
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+GREEDY = actor_pb2.Sampling(max_new_tokens=NEW_TOKENS, greedy=True)
+SAMPLED = actor_pb2.Sampling(max_new_tokens=NEW_TOKENS, temperature=1.0)
+PARTIAL = {
+    "partial_ids": "response_ids",
+    "partial_log_probs": "rollout_log_probs",
+    "partial_versions": "response_versions",
+}
+
+
+@pytest.fixture
+def rank(tiny_llama_dir: Path) -> Iterator[OneRank]:
+    rank = OneRank(tiny_llama_dir)
+    yield rank
+    rank.close()
+
+
+def go_on(rank: OneRank, sampling: actor_pb2.Sampling, tokens: int) -> dict[str, float]:
+    """Adds a segment of `tokens` tokens to the responses; 0: all that are left."""
+    rank.columns |= {name: rank.columns[made] for name, made in PARTIAL.items()}
+    request = actor_pb2.GenerateSequencesRequest(sampling=sampling, segment_tokens=tokens)
+    return rank.call(rank.actor, "generate_sequences", request, "prompt", *PARTIAL)
+
+
+def begin(rank: OneRank, sampling: actor_pb2.Sampling, tokens: int) -> None:
+    request = actor_pb2.GenerateSequencesRequest(sampling=sampling, segment_tokens=tokens)
+    rank.call(rank.actor, "generate_sequences", request, "prompt")
+
+
+def rows(column: Jagged[np.ndarray]) -> list[list[float]]:
+    return [column.row(row).tolist() for row in range(column.rows)]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, NEW_TOKENS])
+def test_segments_add_up_to_the_response_of_one_call(rank: OneRank, tokens: int) -> None:
+    request = actor_pb2.GenerateSequencesRequest(sampling=GREEDY)
+    metrics = rank.call(rank.actor, "generate_sequences", request, "prompt")
+    ids, log_probs = rank.read("response_ids"), rank.read("rollout_log_probs")
+    begin(rank, GREEDY, tokens)
+    assert max(rank.read("response_ids").lengths) == tokens
+    for _ in range(tokens, NEW_TOKENS, tokens):
+        assert go_on(rank, GREEDY, tokens) == {}
+    assert go_on(rank, GREEDY, 0) == metrics
+    assert rows(rank.read("response_ids")) == rows(ids)
+    segmented = rank.read("rollout_log_probs")
+    np.testing.assert_allclose(segmented.values, log_probs.values, atol=1e-5)
+    assert rows(rank.read("response_versions")) == [[0] * len(row) for row in rows(ids)]
+
+
+def test_each_token_has_the_version_and_the_log_probability_of_the_weights_that_generated_it(
+    rank: OneRank,
+) -> None:
+    begin(rank, SAMPLED, 2)
+    first = {name: rank.read(name) for name in ("response_ids", "rollout_log_probs")}
+    rank.actor.policy_version += 1
+    go_on(rank, SAMPLED, 1)
+    rank.actor.policy_version += 1
+    go_on(rank, SAMPLED, 0)
+    ids, versions = rank.read("response_ids"), rows(rank.read("response_versions"))
+    expected = [0, 0, 1, *[2] * (NEW_TOKENS - 3)]
+    assert versions == [expected[:length] for length in ids.lengths]
+    assert max(ids.lengths) > 3
+    for name, column in first.items():
+        whole = rows(rank.read(name))
+        assert [row[: len(begun)] for row, begun in zip(whole, rows(column), strict=True)] == rows(column)
+    # The weights have not changed, so the training engine gives the log-probabilities of every segment.
+    rank.log_probs()
+    np.testing.assert_allclose(
+        rank.read("log_probs").values, rank.read("rollout_log_probs").values, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"partial_versions": None}, "partial_versions"),
+        (
+            {"partial_log_probs": Jagged(np.zeros(3, np.float32), np.array([1, 1, 1, 0, 0, 0]))},
+            "different lengths",
+        ),
+        ({"partial_ids": [[7] * 7, [7], [7], [7], [7], [7]]}, "max_new_tokens, 6, tokens"),
+        ({"partial_ids": [[7, 7], [7], [7], [7], [7], [7]]}, "different numbers of tokens"),
+    ],
+)
+def test_responses_that_cannot_go_on_are_refused(rank: OneRank, change: dict[str, Any], said: str) -> None:
+    begin(rank, SAMPLED, 1)
+    for name, value in change.items():
+        if isinstance(value, list):
+            lengths = np.array([len(row) for row in value])
+            total = int(lengths.sum())
+            rank.columns["response_ids"] = LocalColumn(
+                Jagged(np.concatenate(value).astype(np.int32), lengths)
+            )
+            zeros = np.zeros(total, np.float32)
+            rank.columns["rollout_log_probs"] = LocalColumn(Jagged(zeros, lengths))
+            rank.columns["response_versions"] = LocalColumn(Jagged(zeros.astype(np.int64), lengths))
+        elif value is not None:
+            rank.columns[PARTIAL[name]] = LocalColumn(value)
+    names = [name for name in PARTIAL if change.get(name, ()) is not None]
+    rank.columns |= {name: rank.columns[PARTIAL[name]] for name in names}
+    request = actor_pb2.GenerateSequencesRequest(sampling=SAMPLED)
+    with pytest.raises(InvalidRequest, match=said):
+        rank.call(rank.actor, "generate_sequences", request, "prompt", *names)
+
+
+def test_segments_do_not_go_with_stop_strings(rank: OneRank) -> None:
+    with pytest.raises(InvalidRequest, match="do not go with sampling"):
+        begin(rank, actor_pb2.Sampling(max_new_tokens=6, temperature=1.0, stop=["x"]), 2)
