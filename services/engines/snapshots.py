@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -113,8 +114,10 @@ def own_mapping(num_bytes: int, device: torch.device) -> Tensor:
 
     In the heap, which later allocations of other sizes share, copies of every checkpoint would leave gaps; and torch's
     own allocator of pinned memory rounds up to a power of two. Raises RuntimeError if it cannot be pinned."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    memory = torch.frombuffer(mmap.mmap(-1, max(1, num_bytes), flags=flags), dtype=torch.uint8)[:num_bytes]
+    mapping = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)  # a sixth of the time until all of it is in memory
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
     if device.type == "cuda" and num_bytes:
         runtime: Any = torch.cuda.cudart()
         torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
