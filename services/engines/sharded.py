@@ -31,7 +31,7 @@ from services.engines.deterministic import deterministic_kernels
 from services.engines.loss_accumulator import numbers
 from services.engines.offload import wait_for_copies
 from services.engines.offloader import Offloader
-from services.engines.snapshots import SnapshotMemory, own_mapping
+from services.engines.snapshots import ReusedMemory, SnapshotMemory
 from services.runtime.ranks import known_to_all
 from services.storage.checkpoint import (
     NO_SCALARS,
@@ -82,6 +82,7 @@ class ShardedEngine(TrainEngine):
         self._has_first_values = True
         self._offloader = Offloader()
         self._snapshots = SnapshotMemory(device)
+        self._file_memory = ReusedMemory(device)
 
     @abstractmethod
     def _accumulate_gradients(
@@ -213,7 +214,7 @@ class ShardedEngine(TrainEngine):
     def _file_content(self) -> Tensor:
         """Returns a copy of what this rank writes to a checkpoint, as `file_content`."""
         own = {name: x for name, x in self._state().items() if self._is_primary(_weight_name(name))}
-        content = file_content(self._shards(own), lambda num_bytes: own_mapping(num_bytes, self.device))
+        content = file_content(self._shards(own), self._file_memory.take)
         wait_for_copies([self.device])
         return content
 

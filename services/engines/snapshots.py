@@ -108,6 +108,31 @@ def _views(memory: Tensor, sizes: Sequence[int], state: Mapping[str, Tensor]) ->
     )
 
 
+class ReusedMemory:
+    """Host memory that one copy after another is made in: fresh pages take the kernel longer than the copy itself.
+
+    Args:
+        device: Device of the rank, for which the memory is pinned if it is a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: Tensor | None = None
+        self._taken: Callable[[], Tensor | None] = lambda: None
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Returns host memory, [num_bytes] uint8, as `own_mapping`: the same as last time if it has this size and the
+        tensor that was returned is gone."""
+        if self._taken() is not None:
+            return own_mapping(num_bytes, self._device)
+        if self._memory is None or self._memory.nbytes != num_bytes:
+            self._memory = None
+            self._memory = own_mapping(num_bytes, self._device)
+        taken = self._memory.view(-1)
+        self._taken = weakref.ref(taken)
+        return taken
+
+
 def own_mapping(num_bytes: int, device: torch.device) -> Tensor:
     """Returns host memory, [num_bytes] uint8, in a mapping of its own that begins at a page, pinned if `device` is a
     GPU; it is returned to the operating system with this tensor, of which views must not outlive it.

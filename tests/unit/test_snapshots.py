@@ -13,7 +13,7 @@ from pretend_device import DEVICE, Log, pretending
 from torch import Tensor
 
 from services.engines import snapshots
-from services.engines.snapshots import SnapshotMemory, own_mapping
+from services.engines.snapshots import ReusedMemory, SnapshotMemory, own_mapping
 
 NUM_BYTES = 4 * (1000 + 3)
 
@@ -96,3 +96,17 @@ def test_memory_of_its_own_mapping_is_returned_to_the_system() -> None:
     gc.collect()
     assert not is_mapped(address)
     assert own_mapping(0, torch.device("cpu")).shape == (0,)
+
+
+def test_copies_one_after_another_are_made_in_the_same_memory_and_two_at_once_are_not() -> None:
+    memory = ReusedMemory(torch.device("cpu"))
+    first = memory.take(10_000)
+    first.fill_(1)
+    second = memory.take(10_000)
+    second.fill_(2)
+    assert first.tolist() == [1] * 10_000
+    address = first.data_ptr()
+    del first, second
+    gc.collect()
+    assert memory.take(10_000).data_ptr() == address
+    assert memory.take(20_000).shape == (20_000,)
