@@ -26,6 +26,7 @@ from controller.role_groups.futures import results
 from controller.role_groups.group import RoleGroup
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Placement
+from controller.role_groups.residency import residency_of
 from controller.role_groups.roles import group_type
 from controller.role_groups.watch import StatusWatch
 from controller.role_groups.weights import sync_weights
@@ -94,7 +95,7 @@ class Cluster:
         self.origins: dict[str, str] = {}
         self._also_served: dict[str, RoleGroup] = {}
         self._loop = loop or Loop()
-        self._placement = Placement()
+        self._placement = Placement(residency_of(config))
         self._watch = StatusWatch()
 
     def connect(

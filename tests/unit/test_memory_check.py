@@ -10,9 +10,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from controller.config.config import load
+from controller.config.memory import row_sizes
 from deploy import memory, preflight
 from deploy.cli import main
-from deploy.memory import GB, predict_memory, row_sizes
+from deploy.memory import GB, predict_memory
 from settings.memory.predict import predict
 from settings.memory.services import service_use
 from settings.memory.use import RowSizes
