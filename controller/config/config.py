@@ -47,7 +47,7 @@ class Config(Strict):
     device_memory_gb: float | None = Field(default=None, gt=0)
     """Memory of each device, in 10^9 bytes, in which services that share it take turns: before a call that is predicted
     not to fit beside the others, these are offloaded to host memory, and onloaded before their next call; see
-    docs/placement.md. Default: all stay on their devices."""
+    docs/memory.md. Default: all stay on their devices."""
     pools: dict[str, list[str]] = {}
     """Resource pools: names of devices by name of the pool. A device may be in several pools."""
     rewards: dict[str, dict[str, float]] = {}
