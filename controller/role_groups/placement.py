@@ -77,6 +77,11 @@ class Placement:
         self._movers: dict[str, Move] = {}
         self._turn = threading.RLock()
 
+    @property
+    def moving(self) -> frozenset[str]:
+        """Names of the services that may be offloaded before calls of others."""
+        return self._residency.moving if self._residency else frozenset()
+
     def moved_by(self, service: str, move: Move) -> None:
         """Sets the function that offloads and onloads a service."""
         self._movers[service] = move

@@ -90,6 +90,16 @@ class Residency:
         # In the order of their last calls.
         self._used = dict.fromkeys(demands)
 
+    @property
+    def moving(self) -> frozenset[str]:
+        """Names of the services that calls may have to offload: those on a device on which not all calls fit beside
+        what all others hold."""
+        return frozenset(
+            name
+            for name, demand in self._demands.items()
+            if demand.held > demand.stays and any(map(self._is_tight, demand.devices))
+        )
+
     def before(self, service: str, method: str) -> Moves:
         """Returns the moves that a call needs which is the next to enter the order of calls, and takes them for made.
         Of the other services on its devices those are offloaded whose last calls are the oldest, until the call fits or
@@ -126,6 +136,12 @@ class Residency:
             for name, demand in self._demands.items()
             if device in demand.devices and name != but
         )
+
+    def _is_tight(self, device: str) -> bool:
+        sharing = [each for each in self._demands.values() if device in each.devices]
+        held = sum(each.held for each in sharing)
+        most = max(max(each.stages.values(), default=self._device_bytes) - each.held for each in sharing)
+        return len(sharing) > 1 and held + most > self._device_bytes
 
     def _can_make_room(self, other: str, devices: frozenset[str], service: str, needed: int) -> bool:
         """Returns whether `service`, which needs `needed` bytes, does not fit on a device where memory is freed by

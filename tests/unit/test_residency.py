@@ -85,6 +85,21 @@ def test_a_service_that_does_not_move_stays() -> None:
     assert residency.before("scorer", "compute_reward") == NO_MOVES
 
 
+def test_a_service_may_have_to_move_where_not_all_calls_fit_beside_all_services() -> None:
+    def moving(size: int) -> frozenset[str]:
+        demands = {
+            "actor": demand("ab", 40, 0, update=75),
+            "critic": demand("a", 30, 0, forward=35),
+            "scorer": demand("a", 5, 5),
+            "reference": demand("b", 15, 0, forward=20),
+        }
+        return Residency(demands, size).moving
+
+    assert moving(109) == {"actor", "critic"}
+    assert moving(89) == {"actor", "critic", "reference"}
+    assert moving(110) == frozenset()
+
+
 def test_calls_of_the_user_and_of_a_session_count() -> None:
     residency = Residency({"actor": demand("a", 60, 0), "critic": demand("a", 60, 0)}, 100)
     assert residency.before("actor", "begin_session") == NO_MOVES
