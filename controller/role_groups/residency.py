@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from controller.config.config import Config
 from controller.config.memory import GB, ServiceMemory, predict_services
+from rlhf.errors import ConfigError
 from settings.memory.predict import StageName
 
 OFFLOAD, ONLOAD = "offload", "onload"
@@ -160,13 +161,16 @@ def residency_of(config: Config) -> Residency | None:
     service with a model whose memory is not predicted needs a whole device, so that it shares with none.
 
     Raises:
-        ValueError: A model cannot be divided over its mesh.
+        ConfigError: A model cannot be divided over its mesh.
     """
     if config.device_memory_gb is None:
         return None
     device_bytes = int(config.device_memory_gb * GB)
     names = [name for name, table in config.services.items() if table.model_directory and not table.external]
-    predicted, left_out = predict_services(config, names, lambda table: table.device != "cpu")
+    try:
+        predicted, left_out = predict_services(config, names, lambda table: table.device != "cpu")
+    except ValueError as error:
+        raise ConfigError(f"device_memory_gb: the memory of a service cannot be predicted: {error}") from None
     demands = {name: _demand(config, name, memory) for name, memory in predicted.items()}
     unknown = {name: Demand(config.devices_of(name), device_bytes, 0, {}) for name in left_out}
     return Residency({**demands, **unknown}, device_bytes)

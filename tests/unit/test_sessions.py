@@ -255,7 +255,8 @@ def test_closing_raises_nothing_and_takes_a_bounded_time_while_the_loop_is_busy(
     """The user is to see the error that ended the run."""
     for module in (cluster_module, loop_module):
         monkeypatch.setattr(module, "CLOSE_S", 0.05, raising=False)
-    cluster, is_over = Cluster(cast(Any, None), Session()), threading.Event()
+    config = cast(Any, SimpleNamespace(device_memory_gb=None))
+    cluster, is_over = Cluster(config, Session()), threading.Event()
 
     async def block() -> None:
         is_over.wait(20)
