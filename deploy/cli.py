@@ -173,7 +173,8 @@ def down(launcher: LaunchOptions, config: Path) -> None:
     "--device-memory-gb",
     type=click.FloatRange(min=0, min_open=True),
     metavar="N",
-    help="Memory of one GPU, in 10^9 bytes. Default: on a host without GPUs, its available memory.",
+    help="Memory of one GPU, in 10^9 bytes. Default: device_memory_gb of CONFIG, or without it, on a host without "
+    "GPUs, its available memory.",
 )
 def check(
     config: Path, settings: tuple[str, ...], only: tuple[str, ...], device_memory_gb: float | None
@@ -187,7 +188,8 @@ def check(
     names = service_names(loaded, only)
     for name in names:
         preflight.check_model(name, loaded.services[name])
-    report = predict_memory(loaded, names, None if device_memory_gb is None else int(device_memory_gb * GB))
+    memory_gb = device_memory_gb or loaded.device_memory_gb
+    report = predict_memory(loaded, names, None if memory_gb is None else int(memory_gb * GB))
     if report.services:
         rows = next(iter(report.services.values())).rows
         Console(width=TABLE_WIDTH, highlight=False).print(memory_table(report))

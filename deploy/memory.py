@@ -3,52 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
 from controller.config.config import Config
-from settings.memory.predict import Footprint, StageName, predict
-from settings.memory.services import NotPredicted, service_use
-from settings.memory.use import ModelUse, RowSizes
-from settings.service import ServiceTable
+from controller.config.memory import GB, ServiceMemory, predict_services, sharing_services
+from settings.memory.predict import Footprint, StageName
 
 GPU_DRIVER = Path("/dev/nvidiactl")
 """Device file of NVIDIA's driver, which a host with GPUs has."""
-GB = 1e9
-
-
-@dataclass(frozen=True)
-class ServiceMemory:
-    """Predicted memory of one service.
-
-    Attributes:
-        ranks: Number of ranks.
-        rows: Rows that it is predicted for.
-        stages: Footprint of the rank that needs most, by stage.
-    """
-
-    ranks: int
-    rows: RowSizes
-    stages: Mapping[StageName, Footprint]
-
-    @property
-    def idle(self) -> int:
-        """Bytes on the device between calls."""
-        return self.stages["idle"].device_bytes
-
-    @property
-    def largest(self) -> tuple[StageName, int]:
-        """The stage that needs most on the device, and its bytes."""
-        name = max(self.stages, key=lambda stage: self.stages[stage].device_bytes)
-        return name, self.stages[name].device_bytes
-
-    @property
-    def on_cpu(self) -> int:
-        """Bytes of a rank in host memory where the device is a CPU, in the stage that needs most."""
-        return max(each.device_bytes + each.host_bytes for each in self.stages.values())
 
 
 @dataclass(frozen=True)
@@ -79,34 +45,12 @@ def predict_memory(config: Config, names: Sequence[str], device_bytes: int | Non
             for them, else on the CPU.
     """
     on_gpu = device_bytes is not None or GPU_DRIVER.exists()
-    uses, left_out = dict[str, ModelUse](), dict[str, str]()
-    for name in names:
-        try:
-            uses[name] = service_use(config.services[name], on_gpu=on_gpu, truncates=config.rollout.truncates)
-        except NotPredicted as error:
-            left_out[name] = str(error)
-    sizes = row_sizes(config, [use.shape.positions for use in uses.values()])
-    services = {}
-    for name, use in uses.items():
-        table = config.services[name]
-        rows = replace(sizes, mini_batches=_mini_batches(config, table))
-        services[name] = ServiceMemory(use.ranks, rows, predict(use, rows))
+    services, left_out = predict_services(config, names, lambda table: on_gpu)
     if not on_gpu:
         misfits = _host_misfits(services, _available_bytes())
     else:
         misfits = [] if device_bytes is None else _device_misfits(config, services, device_bytes)
     return MemoryReport(on_gpu, services, left_out, misfits)
-
-
-def row_sizes(config: Config, positions: Sequence[int]) -> RowSizes:
-    """Returns the longest rows that a config allows: with `data.max_prompt_tokens`, or without it up to the smallest
-    limit of the services on a row, and the positions of their models."""
-    response = config.rollout.max_response_tokens
-    limits = [most for table in config.services.values() for most in table.row_limits.values()]
-    limits += [most for most in positions if most]
-    most = max(1, min(limits) - response) if limits else 1
-    prompt = min(most, config.data.max_prompt_tokens or most)
-    return RowSizes(prompt, response, config.rows_per_step)
 
 
 def memory_table(report: MemoryReport) -> Table:
@@ -141,21 +85,16 @@ def _components(footprint: Footprint) -> str:
     return ", ".join(f"{name} {nbytes / GB:.2f}" for name, nbytes in largest if nbytes >= GB / 200)
 
 
-def _mini_batches(config: Config, table: ServiceTable) -> int:
-    """Returns the optimizer steps of an update of a service."""
-    epochs = config.algorithm.critic_epochs if table.role == "critic" else config.algorithm.epochs
-    return epochs * config.mini_batches(config.rows_per_step)
-
-
 def _device_misfits(config: Config, services: Mapping[str, ServiceMemory], device_bytes: int) -> list[str]:
     """Returns a line for each set of services that share a device and together need more than it has: what all hold
-    between calls, and what the largest stage of one needs beyond that, since their calls take turns."""
+    between calls, and what the largest stage of one needs beyond that, since their calls take turns. Where memory takes
+    turns too (`device_memory_gb`), the others have at worst only what stays on the device, except while services
+    start."""
     lines = []
-    for sharing in _sharing(config, list(services)):
-        idle = sum(services[name].idle for name in sharing)
-        busiest = max(sharing, key=lambda name: services[name].largest[1] - services[name].idle)
-        stage, largest = services[busiest].largest
-        needed = idle + largest - services[busiest].idle
+    for sharing in sharing_services(config, list(services)):
+        needed, busiest, stage = max(
+            _needs(services, sharing, takes_turns=config.device_memory_gb is not None)
+        )
         if needed > device_bytes:
             others = [name for name in sharing if name != busiest]
             beside = f", with {', '.join(others)} on the same device," if others else ""
@@ -166,11 +105,18 @@ def _device_misfits(config: Config, services: Mapping[str, ServiceMemory], devic
     return lines
 
 
-def _sharing(config: Config, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Returns the sets of services that share a device, each once."""
-    devices = {device for name in names for device in config.devices_of(name)}
-    sets = {tuple(name for name in names if device in config.devices_of(name)) for device in devices}
-    return sorted(sets)
+def _needs(
+    services: Mapping[str, ServiceMemory], sharing: Sequence[str], *, takes_turns: bool
+) -> Iterator[tuple[int, str, StageName]]:
+    """Yields the bytes that services on the same device need together while one of them is in a stage, with the name of
+    that service and the stage."""
+    for name in sharing:
+        others = [services[other] for other in sharing if other != name]
+        for stage, footprint in services[name].stages.items():
+            # Services are not offloaded before a session begins on all of them.
+            is_alone = takes_turns and stage not in ("loading", "idle")
+            beside = sum(other.stays if is_alone else other.idle for other in others)
+            yield footprint.device_bytes + beside, name, stage
 
 
 def _host_misfits(services: Mapping[str, ServiceMemory], available: int) -> list[str]:

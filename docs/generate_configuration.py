@@ -47,7 +47,7 @@ TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[services.NAME.zero]", ZeroTable),
 ]
 
-PLACES = ("placement", "devices")
+PLACES = ("placement", "devices", "device_memory_gb")
 """Keys of a config that are in no table."""
 
 HEAD = """# Configuration

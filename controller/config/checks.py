@@ -4,13 +4,14 @@ values and what is allowed."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from controller.config.algorithm import MAX_KL_ERROR, AlgorithmTable
 from controller.config.checkpoint import CheckpointTable
 from controller.config.data import DataTable
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
+from settings.rollout import RolloutServiceTable
 from settings.service import ServiceTable
 
 Services = Mapping[str, ServiceTable]
@@ -27,6 +28,24 @@ def check_pools(services: Services, pools: Mapping[str, Sequence[str]]) -> None:
         if table.pool and len(pools[table.pool]) < table.ranks:
             raise ValueError(
                 f"services.{name}.pool: {table.pool!r} has {len(pools[table.pool])} devices for {table.ranks} ranks"
+            )
+
+
+def check_turns(devices: Mapping[str, Set[str]], services: Services) -> None:
+    """Raises ValueError where memory takes turns (`device_memory_gb`) and a service of role rollout shares a device:
+    its weights may be lost when it is offloaded, and a transfer to it needs both services on the device.
+
+    Args:
+        devices: Names of the devices of each service, by name.
+        services: Tables of the services.
+    """
+    for name, table in services.items():
+        others = [other for other in services if other != name and devices[other] & devices[name]]
+        if isinstance(table, RolloutServiceTable) and others:
+            raise ValueError(
+                f"device_memory_gb: services.{name} generates with weights of another service and cannot be offloaded, "
+                f"so it needs devices of its own; it shares {min(devices[name] & devices[others[0]])} with "
+                f"services.{others[0]}"
             )
 
 

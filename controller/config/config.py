@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from controller.config import checks, placements
 from controller.config.algorithm import AlgorithmTable
@@ -44,6 +44,10 @@ class Config(Strict):
     reference and rewards on others. Default: pools, or each service on devices of its own."""
     devices: list[str] = []
     """Names of the devices of `placement`, taken in this order. Default: as many as it needs."""
+    device_memory_gb: float | None = Field(default=None, gt=0)
+    """Memory of each device, in 10^9 bytes, in which services that share it take turns: before a call that is predicted
+    not to fit beside the others, these are offloaded to host memory, and onloaded before their next call; see
+    docs/memory.md. Default: all stay on their devices."""
     pools: dict[str, list[str]] = {}
     """Resource pools: names of devices by name of the pool. A device may be in several pools."""
     rewards: dict[str, dict[str, float]] = {}
@@ -114,6 +118,8 @@ class Config(Strict):
     def _check(self) -> Config:
         placements.check(self.placement, self.devices, self.pools, self.services)
         checks.check_pools(self.services, self.pools)
+        if self.device_memory_gb:
+            checks.check_turns({name: self.devices_of(name) for name in self.services}, self.services)
         checks.check_rewards(self.services, self.rewards)
         checks.check_addresses(self.services)
         checks.check_batch(self.data, self.rollout, self.algorithm, self.services)

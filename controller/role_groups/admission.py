@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +128,13 @@ async def wait_until_free(
     say: Callable[[str], None] = lambda line: None,
     *,
     is_patient: bool = False,
+    alone: Collection[str] = (),
 ) -> None:
     """Waits until no rank of the services is in another session that keeps this one out, for at most `GONE_WITHIN_S`:
     ranks end a session whose controller is gone. Does not wait for services that several sessions share, which tell no
-    such session, nor where `session.take_over` is set. Then claims a start time after those of
-    all sessions that any rank knows (`Session.claim_after`), since a session may have reached only some ranks.
+    such session, but for those in `alone`; nor for others where `session.take_over` is set. Then claims a start time
+    after those of all sessions that any rank knows (`Session.claim_after`), since a session may have reached only some
+    ranks.
 
     Args:
         groups: Groups of the services, by name.
@@ -140,9 +142,11 @@ async def wait_until_free(
         describe: Function that calls Describe on a rank.
         say: Called with a line of text for each run that is waited for. Default: does nothing.
         is_patient: Whether to wait also for a session with a connected controller, which may have died just now.
+        alone: Names of services that no other session may use, also where several can.
 
     Raises:
-        Refused: A rank is in another session with a connected controller, or is so for too long.
+        Refused: A rank is in another session with a connected controller, or is so for too long. Or, of a service in
+            `alone`, another session uses it for too long.
     """
     deadline, told = time.monotonic() + GONE_WITHIN_S, set[str]()
     clients = [client for group in groups.values() for client in group.clients]
@@ -163,7 +167,23 @@ async def wait_until_free(
                 )
             await asyncio.sleep(POLL_S)
             answer = await describe(client)
+        if client.service in alone:
+            await _wait_until_alone(client, answer, describe, deadline)
         session.claim_after([answer.session_started_unix_ns])
+
+
+async def _wait_until_alone(
+    client: RankClient, answer: worker_pb2.DescribeResponse, describe: Describe, deadline: float
+) -> None:
+    """Waits until no other session uses a rank that several may share. Raises Refused at the deadline."""
+    while answer.is_shared and answer.sessions:
+        if time.monotonic() > deadline:
+            raise Refused(
+                f"services.{client.service} ({client.address}) is used by {answer.sessions} other run(s), so it cannot "
+                "be offloaded, as device_memory_gb needs; wait for their end, or give it devices of its own"
+            )
+        await asyncio.sleep(POLL_S)
+        answer = await describe(client)
 
 
 def sharing_lines(groups: Mapping[str, RoleGroup]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,8 @@ class GroupCall:
         options: Further fields of the request, by name.
         step: The step that the call belongs to.
         place: Place of the call in the order of calls on its devices.
+        moved: Futures of the calls that offload and onload services before this one. Where one fails, this one fails
+            with its error and is not sent.
     """
 
     callee: Callee
@@ -89,6 +92,7 @@ class GroupCall:
     options: dict[str, Any]
     step: StepContext
     place: Place
+    moved: Sequence[Future[tuple[Batch, CallRecord]]] = ()
 
     async def run(self, running: dict[str, str]) -> tuple[Batch, CallRecord]:
         """Executes the call: waits for its inputs and its place, sends the requests and waits for the responses.
@@ -137,7 +141,7 @@ class GroupCall:
                 batch = Batch(self.inputs.rows, dict(zip(names, columns, strict=True)))
                 dealt = self._dealt(batch)
                 parts = await self._parts(batch.take(dealt.order), dealt.protocol)
-                await awaited(self.place.first)
+                await awaited([*self.moved, *self.place.first])
         except TimeoutError as error:
             if not patience.expired():
                 raise
@@ -218,6 +222,7 @@ class GroupCall:
             metrics=_mean_metrics(collected),
             policy_version=responses[0].outcome.policy_version,
             responses=tuple(responses),
+            moves=tuple(move.result()[1] for move in self.moved),
         )
 
 

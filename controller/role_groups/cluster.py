@@ -26,6 +26,7 @@ from controller.role_groups.futures import results
 from controller.role_groups.group import RoleGroup
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Placement
+from controller.role_groups.residency import residency_of
 from controller.role_groups.roles import group_type
 from controller.role_groups.watch import StatusWatch
 from controller.role_groups.weights import sync_weights
@@ -94,7 +95,7 @@ class Cluster:
         self.origins: dict[str, str] = {}
         self._also_served: dict[str, RoleGroup] = {}
         self._loop = loop or Loop()
-        self._placement = Placement()
+        self._placement = Placement(residency_of(config))
         self._watch = StatusWatch()
 
     def connect(
@@ -135,13 +136,8 @@ class Cluster:
         admit(self.descriptions)
         for line in sharing_lines(ours):
             say(line)
-        free = wait_until_free(
-            ours,
-            self.session,
-            lambda client: client.reach(WORKER["Describe"], worker_pb2.DescribeRequest(brief=True), CLOSE_S),
-            say,
-            is_patient=is_patient,
-        )
+        moving = self._placement.moving
+        free = wait_until_free(ours, self.session, _describe, say, is_patient=is_patient, alone=moving)
         self._loop.run(free, GONE_WITHIN_S + 2 * CLOSE_S)
         # What is replaced by a checkpoint need not be loaded from the model directory before.
         kept = {name: keep_weights or name in restoration.names for name in ours}
@@ -320,6 +316,10 @@ class Cluster:
         ends = (client.call(WORKER["EndSession"], request, CLOSE_S) for client in clients)
         await asyncio.gather(*ends, return_exceptions=True)
         await asyncio.gather(*(client.close() for client in clients))
+
+
+async def _describe(client: RankClient) -> worker_pb2.DescribeResponse:
+    return await client.reach(WORKER["Describe"], worker_pb2.DescribeRequest(brief=True), CLOSE_S)
 
 
 def _clients(name: str, description: worker_pb2.DescribeResponse, session: str) -> list[RankClient]:

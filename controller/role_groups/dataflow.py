@@ -6,7 +6,7 @@ the calls before it on the same devices have ended (see `placement`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +31,7 @@ class CallRecord:
         metrics: Mean of each metric over the ranks, by name.
         policy_version: Policy version of the service after the call.
         responses: Response message of each rank, in rank order.
+        moves: Records of the calls that offloaded and onloaded services before this one.
     """
 
     service: str
@@ -40,6 +41,7 @@ class CallRecord:
     metrics: Mapping[str, float]
     policy_version: int
     responses: tuple[Any, ...]
+    moves: tuple[CallRecord, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +161,13 @@ class FutureBatch:
         """Begins what the wait for these futures needs, as far as gates of the step keep it."""
         if self.step:
             self.step.reached(lateness_of(awaited))
+
+
+def with_moves(records: Iterable[CallRecord]) -> Iterator[CallRecord]:
+    """Yields records, each after those of its `moves`."""
+    for record in records:
+        yield from record.moves
+        yield record
 
 
 def mean_metrics(records: Sequence[CallRecord]) -> dict[str, float]:

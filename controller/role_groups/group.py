@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -83,6 +84,8 @@ class RoleGroup:
         self._methods = group_methods(description.role)
         endpoints = [endpoint_from_proto(rank.endpoint) for rank in description.ranks]
         self._callee = Callee(self.name, ranks, description, self.mesh, endpoints, self._codec(), session)
+        if self.name == ranks.service:
+            placement.moved_by(self.name, self._move)
 
     def _codec(self) -> BatchCodec:
         """Makes the codec of the role's messages. Default: a `BatchCodec`; a subclass may return one of its own."""
@@ -135,10 +138,11 @@ class RoleGroup:
         header = self.session.header(step, self.name, name)
 
         def begin() -> Future[tuple[Batch, CallRecord]]:
-            longest_s = 2 * self.session.time_of(name) + LATE_S
-            place = self._placement.enter(self._devices, self.ranks, longest_s)
-            call = GroupCall(self._callee, method, header, inputs, options, step, place)
-            return self._loop.start(call.run(self.running))
+            with self._placement.turn([self.ranks.service], name, step) as moved:
+                longest_s = 2 * self.session.time_of(name) + LATE_S
+                place = self._placement.enter(self._devices, self.ranks, longest_s)
+                call = GroupCall(self._callee, method, header, inputs, options, step, place, moved)
+                return self._loop.start(call.run(self.running))
 
         if self._learns and method.takes_rows and name != GENERATES:
             lateness = AFTER_UPDATES
@@ -174,8 +178,10 @@ class RoleGroup:
         devices = self._devices.union(*(group._devices for group in others))
 
         def begin() -> Future[Sequence[CallRecord]]:
-            place = self._placement.enter(devices, object(), longest_s)
-            return self._loop.start(_in_place(place, calls, step))
+            names = [self.ranks.service, *(group.ranks.service for group in others)]
+            with self._placement.turn(names, "describe_weights", step) as moved:
+                place = self._placement.enter(devices, object(), longest_s)
+                return self._loop.start(_in_place(place, moved, calls, step))
 
         result = _begun(begin, step, AFTER_UPDATES if self._learns else 0)
         records = [then(result, partial(_record_at, number)) for number in range(most_records)]
@@ -193,6 +199,17 @@ class RoleGroup:
         call = GroupCall(self._callee, self._methods[name], header, FutureBatch(0, {}), options, step, place)
         _, record = await call.run(self.running)
         return record
+
+    def _move(self, name: str, step: StepContext, moved: Sequence[Future[Any]]) -> Future[Any]:
+        """Starts `offload` or `onload` before another call of a step. `moved`: as of a `GroupCall`. Does not wait."""
+        place = self._placement.enter(self._devices, self.ranks, 2 * self.session.time_of(name) + LATE_S)
+        header = self.session.header(step, self.name, name)
+        call = GroupCall(
+            self._callee, self._methods[name], header, FutureBatch(0, {}), {}, step, place, moved
+        )
+        result = self._loop.start(call.run(self.running))
+        step.made(result)
+        return result
 
     async def cancel_all(self) -> None:
         """Coroutine that asks all ranks to cancel the running calls of this group, and waits for the responses to
@@ -296,20 +313,22 @@ def _begun(begin: Callable[[], Future[T]], step: StepContext, lateness: int) -> 
 
 async def _in_place(
     place: Place,
+    moved: Sequence[Future[tuple[Batch, CallRecord]]],
     calls: Callable[[StepContext], Coroutine[Any, Any, Sequence[CallRecord]]],
     step: StepContext,
 ) -> Sequence[CallRecord]:
-    """Waits until it is the turn of `place`, makes the calls, and leaves it. Raises DeadlineExceeded where the calls
-    before take longer than they may."""
+    """Waits until it is the turn of `place`, makes the calls, and leaves it. `moved`: as of a `GroupCall`. Raises
+    DeadlineExceeded where the calls before take longer than they may."""
     try:
         try:
             async with asyncio.timeout(place.patience_s):
-                await awaited(place.first)
+                moves = await awaited([*moved, *place.first])
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"waited {place.patience_s:g} s for the calls before on the same devices to end"
             ) from error
-        return await calls(step)
+        first, *others = await calls(step)
+        return [replace(first, moves=tuple(record for _, record in moves[: len(moved)])), *others]
     finally:
         place.leave()
 

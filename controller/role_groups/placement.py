@@ -7,10 +7,14 @@ config decide (HybridFlow, sections 4.1 and 4.2).
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
 
+from client.session import StepContext
 from controller.role_groups.futures import promise, resolve_after
+from controller.role_groups.residency import NO_MOVES, OFFLOAD, ONLOAD, Residency
 
 
 class Place:
@@ -53,13 +57,53 @@ class Place:
         self.first, self._all_before = [], []
 
 
-class Placement:
-    """Orders calls: calls that share a device are executed in the order in which they entered. Thread-safe."""
+Move = Callable[[str, StepContext, Sequence[Future[Any]]], Future[Any]]
+"""Function that starts a call of `offload` or `onload` on all ranks of a service, and returns its future. It takes the
+name of the method, the step that the call belongs to, and the futures of moves that have to succeed before it."""
 
-    def __init__(self) -> None:
+
+class Placement:
+    """Orders calls: calls that share a device are executed in the order in which they entered. Thread-safe.
+
+    Args:
+        residency: Tells which services are offloaded and onloaded before a call. Default: none are.
+    """
+
+    def __init__(self, residency: Residency | None = None) -> None:
         self._last: dict[str, Place] = {}
         self._unfinished: dict[Future[None], tuple[Place, float]] = {}
         self._lock = threading.Lock()
+        self._residency = residency
+        self._movers: dict[str, Move] = {}
+        self._turn = threading.RLock()
+
+    @property
+    def moving(self) -> frozenset[str]:
+        """Names of the services that may be offloaded before calls of others."""
+        return self._residency.moving if self._residency else frozenset()
+
+    def moved_by(self, service: str, move: Move) -> None:
+        """Sets the function that offloads and onloads a service."""
+        self._movers[service] = move
+
+    @contextmanager
+    def turn(self, services: Iterable[str], method: str, step: StepContext) -> Iterator[list[Future[Any]]]:
+        """Context manager in which a call enters: no other does between its moves and itself. Yields the futures of the
+        calls of `offload` and `onload` that have entered before it.
+
+        Args:
+            services: Names of the services that are called.
+            method: Python name of the method.
+            step: Step that the call belongs to.
+        """
+        with self._turn:
+            moved: list[Future[Any]] = []
+            for service in services:
+                moves = self._residency.before(service, method) if self._residency else NO_MOVES
+                moved += [self._movers[other](OFFLOAD, step, ()) for other in moves.offload]
+                if moves.onload:
+                    moved.append(self._movers[service](ONLOAD, step, tuple(moved)))
+            yield moved
 
     def longest_wait_s(self) -> float:
         """Returns the longest time, in seconds, that all unfinished calls on all devices may take one after another."""

@@ -56,7 +56,7 @@ class GeneratingGroup(RoleGroup):
                 "generate_sequences",
                 rows,
                 [*ids, *texts, *(["response_versions"] if segments > 1 else [])],
-                number,
+                lateness=number,
                 sampling=sampling,
                 return_text=bool(texts),
                 segment_tokens=0 if is_last else -(-sampling.max_new_tokens // segments),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from controller.role_groups.dataflow import CallRecord
+from controller.role_groups.residency import OFFLOAD, ONLOAD
 from controller.role_groups.weights import SYNC
 from nccl_transfer.transports import Traffic
 
@@ -18,7 +19,9 @@ def transfer_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
         rate is that of one rank. For transports also `transfer/NAME/transfers`, the number of transfers. Where arenas
         on GPUs were full, `transfer/spilled_bytes`, the bytes that went to the host instead. Where weights were moved
         to a rollout service, `transfer/weights/bytes`, `time/transfer/weights/seconds` and its gb_per_s: the bytes that
-        all of its ranks got, and the time of the whole transfer.
+        all of its ranks got, and the time of the whole transfer. Where services were offloaded or onloaded,
+        `transfer/offload/...` and `transfer/onload/...` likewise: the bytes that their ranks moved, and the time of
+        these calls.
     """
     spilled = 0
     by_transport: dict[str, Traffic] = {}
@@ -28,6 +31,10 @@ def transfer_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
         if record.method == SYNC:
             moved = Traffic(int(record.metrics["weights_bytes"]), record.metrics["weights_seconds"], 1)
             by_method["weights"] = by_method.get("weights", Traffic()) + moved
+        if record.method in (OFFLOAD, ONLOAD):
+            nbytes = sum(response.moved_bytes for response in record.responses)
+            moved = Traffic(nbytes, record.ended_s - record.started_s, 1)
+            by_method[record.method] = by_method.get(record.method, Traffic()) + moved
         for response in record.responses:
             spilled += response.outcome.timing.spilled_bytes
             for name, moved in response.outcome.timing.traffic.items():

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from client.session import StepContext
 from controller.advantage import Advantage
-from controller.role_groups.dataflow import CallRecord, FutureBatch
+from controller.role_groups.dataflow import CallRecord, FutureBatch, with_moves
 from controller.role_groups.futures import Promise, results, then
 from nccl_transfer.refs.batch import Column
 from rlhf.errors import InvalidRequest
@@ -126,7 +126,7 @@ class Step:
         """Waits for the calls that `finish` was given and for the functions that `later` was, and sets `records`.
         Raises the first error."""
         # Calls that belong together (`RoleGroup.call_with`) may have the same record twice.
-        self.records = list({id(record): record for record in results(self.calls)}.values())
+        self.records = list({id(record): record for record in with_moves(results(self.calls))}.values())
         results(self._later)
 
     def stop(self) -> None:

@@ -25,6 +25,7 @@ from services.compute.microbatch import MicroBatch
 from services.engines.generation_shards import GenerationShards
 from services.models.loading import Load
 from services.storage.checkpoint import NO_SCALARS, Scalars, WeightShard
+from services.storage.written import WrittenFile, written_below
 from settings.model import ModelTable
 
 Output = TypeVar("Output")
@@ -349,7 +350,7 @@ class TrainEngine(ABC):
             OSError: the directory could not be written (`agreement.PeerRankFailed` on ranks that could).
         """
 
-    def begin_save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> Callable[[], list[Path]]:
+    def begin_save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> Callable[[], list[WrittenFile]]:
         """Copies weights and optimizer state for a checkpoint, and returns a function that writes it while the engine
         goes on: it is not collective, may be called on any thread, and returns the files that this rank has written
         and synced. Collective. The directory must be empty or missing, and is incomplete until the functions of all
@@ -365,8 +366,7 @@ class TrainEngine(ABC):
             ValueError: the directory is not empty (`agreement.PeerRankFailed` on other ranks than 0).
         """
         self.save(directory, scalars)
-        is_writer = dist.get_rank() == 0
-        return lambda: [path for path in sorted(directory.rglob("*")) if path.is_file()] if is_writer else []
+        return lambda: written_below(directory) if dist.get_rank() == 0 else []
 
     @abstractmethod
     def load(self, directory: Path) -> Scalars:

@@ -29,20 +29,23 @@ from services.engines.base import (
 from services.engines.collectives import max_over_ranks
 from services.engines.deterministic import deterministic_kernels
 from services.engines.loss_accumulator import numbers
+from services.engines.offload import wait_for_copies
 from services.engines.offloader import Offloader
-from services.engines.snapshots import SnapshotMemory, in_one_mapping
+from services.engines.snapshots import ReusedMemory, SnapshotMemory
 from services.runtime.ranks import known_to_all
 from services.storage.checkpoint import (
     NO_SCALARS,
     PART,
     Scalars,
     WeightShard,
+    file_content,
     read_manifest,
     read_shards,
     write_manifest,
     write_shards,
 )
 from services.storage.publish import make_empty, readable_path
+from services.storage.written import WrittenFile
 
 Output = TypeVar("Output")
 
@@ -79,6 +82,7 @@ class ShardedEngine(TrainEngine):
         self._has_first_values = True
         self._offloader = Offloader()
         self._snapshots = SnapshotMemory(device)
+        self._file_memory = ReusedMemory(device)
 
     @abstractmethod
     def _accumulate_gradients(
@@ -186,30 +190,33 @@ class ShardedEngine(TrainEngine):
 
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
         self.check_onloaded()
-        own = {name: x for name, x in self._state().items() if self._is_primary(_weight_name(name))}
         with new_directory(directory, self.progressed) as partial:
-            write_shards(partial, dist.get_rank(), self._shards(own))
+            write_shards(partial, dist.get_rank(), self._file_content())
             self.progressed()
             if dist.get_rank() == 0:
                 write_manifest(partial, dist.get_world_size(), {**scalars, NUM_STEPS: self._num_steps})
 
-    def begin_save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> Callable[[], list[Path]]:
+    def begin_save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> Callable[[], list[WrittenFile]]:
         self.check_onloaded()
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         with all_or_none(f"copying a checkpoint for {directory}"):
             if rank == 0:
                 make_empty(directory)
-            own = {name: x for name, x in self._state().items() if self._is_primary(_weight_name(name))}
-            shards = self._shards(in_one_mapping(own))
+            content = self._file_content()
             scalars = {**scalars, NUM_STEPS: self._num_steps}
 
-        def write() -> list[Path]:
-            written = [write_shards(directory, rank, shards)]
-            if rank == 0:
-                written.append(write_manifest(directory, num_ranks, scalars))
-            return written
+        def write() -> list[WrittenFile]:
+            shards = write_shards(directory, rank, content)
+            return [shards, write_manifest(directory, num_ranks, scalars)] if rank == 0 else [shards]
 
         return write
+
+    def _file_content(self) -> Tensor:
+        """Returns a copy of what this rank writes to a checkpoint, as `file_content`."""
+        own = {name: x for name, x in self._state().items() if self._is_primary(_weight_name(name))}
+        content = file_content(self._shards(own), self._file_memory.take)
+        wait_for_copies([self.device])
+        return content
 
     def load(self, directory: Path) -> Scalars:
         self.check_onloaded()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +71,7 @@ class SnapshotMemory:
         allocates it, for this state."""
         sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in state.values()]
         if self._pinned is None or self._pinned.nbytes < sum(sizes):
-            self._pinned = pinned(sum(sizes), self._device)
+            self._pinned = own_mapping(sum(sizes), self._device)
             self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         copies = _views(self._pinned[: sum(sizes)], sizes, state)
         if self._stream is not None:
@@ -85,21 +86,6 @@ class Copies(dict[str, Tensor]):
     """Copies of tensors, by name; a dictionary to which there can be weak references."""
 
     __slots__ = ("__weakref__",)
-
-
-def in_one_mapping(state: Mapping[str, Tensor]) -> Copies:
-    """Returns copies of tensors in host memory, by name. Those of tensors on the CPU share a mapping that is returned
-    to the operating system as a whole with the last of them: in the heap, which later allocations of other sizes
-    share, copies of every checkpoint would leave gaps."""
-    if any(x.device.type != "cpu" for x in state.values()):
-        return in_host_memory(state)
-    sizes = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in state.values()]
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    memory = torch.frombuffer(mmap.mmap(-1, max(1, sum(sizes)), flags=flags), dtype=torch.uint8)
-    copies = _views(memory[: sum(sizes)], sizes, state)
-    for name, x in state.items():
-        copies[name].copy_(x.detach())
-    return copies
 
 
 def in_host_memory(state: Mapping[str, Tensor]) -> Copies:
@@ -122,10 +108,41 @@ def _views(memory: Tensor, sizes: Sequence[int], state: Mapping[str, Tensor]) ->
     )
 
 
-def pinned(num_bytes: int, device: torch.device) -> Tensor:
-    """Returns host memory, [num_bytes] uint8, pinned for a GPU: of exactly this size, where torch's own allocator of
-    pinned memory rounds up to a power of two. Raises RuntimeError if it cannot be pinned."""
-    memory = torch.empty(num_bytes, dtype=torch.uint8)
+class ReusedMemory:
+    """Host memory that one copy after another is made in: fresh pages take the kernel longer than the copy itself.
+
+    Args:
+        device: Device of the rank, for which the memory is pinned if it is a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: Tensor | None = None
+        self._taken: Callable[[], Tensor | None] = lambda: None
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Returns host memory, [num_bytes] uint8, as `own_mapping`: the same as last time if it has this size and the
+        tensor that was returned is gone."""
+        if self._taken() is not None:
+            return own_mapping(num_bytes, self._device)
+        if self._memory is None or self._memory.nbytes != num_bytes:
+            self._memory = None
+            self._memory = own_mapping(num_bytes, self._device)
+        taken = self._memory.view(-1)
+        self._taken = weakref.ref(taken)
+        return taken
+
+
+def own_mapping(num_bytes: int, device: torch.device) -> Tensor:
+    """Returns host memory, [num_bytes] uint8, in a mapping of its own that begins at a page, pinned if `device` is a
+    GPU; it is returned to the operating system with this tensor, of which views must not outlive it.
+
+    In the heap, which later allocations of other sizes share, copies of every checkpoint would leave gaps; and torch's
+    own allocator of pinned memory rounds up to a power of two. Raises RuntimeError if it cannot be pinned."""
+    mapping = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)  # a sixth of the time until all of it is in memory
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
     if device.type == "cuda" and num_bytes:
         runtime: Any = torch.cuda.cudart()
         torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from rlhf.errors import Refused
+from services.storage.written import WrittenFile
 
 REMEMBERED = 4
 """Number of checkpoints whose outcome is remembered."""
@@ -23,9 +24,9 @@ class BackgroundWriter:
 
     def __init__(self, prepare_thread: Callable[[], None] = lambda: None) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=prepare_thread)
-        self._writes: dict[Path, Future[list[Path]]] = {}
+        self._writes: dict[Path, Future[list[WrittenFile]]] = {}
 
-    def start(self, directory: Path, write: Callable[[], list[Path]]) -> None:
+    def start(self, directory: Path, write: Callable[[], list[WrittenFile]]) -> None:
         """Queues the write of a checkpoint and returns without waiting.
 
         Args:
@@ -35,7 +36,7 @@ class BackgroundWriter:
         remembered = list(self._writes.items())[1 - REMEMBERED :]
         self._writes = {**dict(remembered), directory: self._thread.submit(_written, write)}
 
-    def writing(self, directory: Path) -> Future[list[Path]]:
+    def writing(self, directory: Path) -> Future[list[WrittenFile]]:
         """Returns the future of the files of the checkpoint that was started in `directory`. Raises Refused where none
         was started there, or it is no longer remembered; see REMEMBERED."""
         if directory not in self._writes:
@@ -47,7 +48,7 @@ class BackgroundWriter:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _written(write: Callable[[], list[Path]]) -> list[Path]:
+def _written(write: Callable[[], list[WrittenFile]]) -> list[WrittenFile]:
     """Returns the files that `write` has written. An error of it is raised with its traceback as a note: the frames of
     a traceback would keep the copy of the state in memory for as long as the outcome is remembered."""
     try:

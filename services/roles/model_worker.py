@@ -33,6 +33,7 @@ from services.roles.update_plan import MiniBatch, plan_mini_batches
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from services.storage.publish import check_writable
+from services.storage.written import WrittenFile
 from services.weights.sending import SendingWorker
 from settings.model import ModelTable, OptimizerTable
 
@@ -91,7 +92,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
     def close(self) -> None:
         self._writer.close()
 
-    def writing(self, directory: Path) -> Future[list[Path]]:
+    def writing(self, directory: Path) -> Future[list[WrittenFile]]:
         return self._writer.writing(directory)
 
     def describe(self) -> worker_pb2.DescribeResponse:

@@ -23,6 +23,7 @@ from rlhf.contract import Method, group_methods
 from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, Refused
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.ranks import Ranks
+from services.storage.written import WrittenFile, written_below
 from settings.service import ServiceTable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -328,8 +329,8 @@ class Worker:
         """Default, for a role without weights: raises InvalidRequest."""
         raise InvalidRequest(f"{self.role} has no weights to load")
 
-    def writing(self, directory: Path) -> Future[list[Path]]:
-        """Returns a future of the files of a checkpoint that this rank writes in the background, as absolute paths.
+    def writing(self, directory: Path) -> Future[list[WrittenFile]]:
+        """Returns a future of the files of a checkpoint that this rank writes in the background, with absolute paths.
         Called on the event loop, so it must return at once.
 
         Default, for a role whose SaveCheckpoint responds when everything is written: all files of the directory on
@@ -343,9 +344,8 @@ class Worker:
         """
         if not directory.is_dir():
             raise Refused(f"there is no checkpoint in {directory}")
-        written: Future[list[Path]] = Future()
-        found = directory.rglob("*") if self.ranks.rank == 0 else ()
-        written.set_result(sorted(path for path in found if path.is_file()))
+        written: Future[list[WrittenFile]] = Future()
+        written.set_result(written_below(directory) if self.ranks.rank == 0 else [])
         return written
 
     def around(self, run: Callable[[], CallResult]) -> CallResult:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import importlib.metadata
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from services.runtime.execution import CallQueue
 from services.runtime.hosts import cpu_name
 from services.runtime.sessions import check_name
 from services.runtime.worker import Registration, Worker, require
+from services.storage.written import WrittenFile
 
 WATCH_PAUSE_S = 0.05
 """Least seconds between two statuses that Watch sends, so that it may not show every short call."""
@@ -213,16 +213,16 @@ def _device_gauges(stat: StoreStat) -> dict[str, float]:
     }
 
 
-def checkpoint_files(directory: Path, paths: Iterable[Path]) -> list[worker_pb2.CheckpointFile]:
-    """Reads files below a directory and returns them with size and sha256. Raises OSError where one cannot be
-    read."""
-    found = []
-    for path in paths:
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            name, size = path.relative_to(directory).as_posix(), file.tell()
-        found.append(worker_pb2.CheckpointFile(path=name, size=size, sha256=sha256))
-    return found
+def checkpoint_files(directory: Path, files: Iterable[WrittenFile]) -> list[worker_pb2.CheckpointFile]:
+    """Returns files below a directory with size and sha256. Raises OSError where one cannot be read."""
+    return [
+        worker_pb2.CheckpointFile(
+            path=file.path.relative_to(directory).as_posix(),
+            size=file.path.stat().st_size,
+            sha256=file.digest(),
+        )
+        for file in files
+    ]
 
 
 def _hide_keys(answer: worker_pb2.DescribeResponse) -> None:

@@ -12,18 +12,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from services.storage.publish import sync
+from services.storage.written import WrittenFile, write_file
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _BOXES = "boxes"
+_HEADER_ALIGNMENT = 64
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of data types in the header of a safetensors file."""
 PART = "#"
 """Separates the name of a tensor from the number of a further box in the names of shards."""
 
@@ -56,32 +70,61 @@ class WeightShard:
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
 
 
-def write_shards(directory: Path, rank: int, shards: Mapping[str, WeightShard]) -> Path:
-    """Writes the shards of one rank, given by name, to a file in an existing directory, and syncs it to disk; returns
-    its path.
+def file_content(shards: Mapping[str, WeightShard], allocate: Callable[[int], Tensor]) -> Tensor:
+    """Copies the shards of one rank to host memory, as the content of their file: a checkpoint is copied once, and
+    written as it lies there.
+
+    Args:
+        shards: Shards by name. Those on a GPU are copied without waiting for it, so the caller must wait for the GPU
+            before it reads the content or changes a shard.
+        allocate: Function that returns host memory of so many bytes, uint8.
+
+    Returns:
+        What `allocate` has returned, filled: a safetensors file, uint8.
+    """
+    header: dict[str, Any] = {
+        "__metadata__": {
+            _BOXES: json.dumps({name: [shard.offsets, shard.whole] for name, shard in shards.items()})
+        }
+    }
+    # The widest elements first: each tensor begins at a multiple of the size of its elements.
+    ordered = sorted(shards.items(), key=lambda item: (-item[1].tensor.itemsize, item[0]))
+    end = 0
+    for name, shard in ordered:
+        begin, end = end, end + shard.tensor.nbytes
+        shape = [*shard.tensor.shape]
+        header[name] = {"dtype": _DTYPES[shard.tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
+    content = allocate(8 + len(text) + end)
+    content[:8].view(torch.int64)[0] = len(text)
+    content[8 : 8 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    places = content[8 + len(text) :].split([shard.tensor.nbytes for _, shard in ordered])
+    for place, (_, shard) in zip(places, ordered, strict=True):
+        x = shard.tensor.detach()
+        place.view(x.dtype).view(x.shape).copy_(x, non_blocking=True)
+    return content
+
+
+def write_shards(directory: Path, rank: int, content: Tensor) -> WrittenFile:
+    """Writes the file of one rank's shards to an existing directory, given its content (`file_content`), and syncs it
+    to disk.
 
     Raises:
         OSError: the file could not be written.
     """
-    tensors = {name: shard.tensor.detach().cpu().contiguous() for name, shard in shards.items()}
-    boxes = json.dumps({name: [shard.offsets, shard.whole] for name, shard in shards.items()})
-    path = directory / _file_name(rank)
-    try:
-        save_file(tensors, path, metadata={_BOXES: boxes})
-    except SafetensorError as error:
-        raise OSError(f"{path} could not be written: {error}") from error
-    sync(path)  # by the rank that wrote it: other hosts of a shared file system cannot
-    return path
+    # By the rank that has the shards: other hosts of a shared file system cannot sync them.
+    return write_file(directory / _file_name(rank), content.numpy().data)
 
 
-def write_manifest(directory: Path, num_ranks: int, scalars: Scalars) -> Path:
+def write_manifest(directory: Path, num_ranks: int, scalars: Scalars) -> WrittenFile:
     """Writes the manifest of a checkpoint: the number of ranks whose shards it contains, and scalars by name; syncs it
-    to disk and returns its path. Called on one rank."""
+    to disk. Called on one rank."""
     manifest = {"format": _FORMAT, "num_ranks": num_ranks, "scalars": dict(scalars)}
     path = directory / MANIFEST
     path.write_text(json.dumps(manifest, indent=2) + "\n")
     sync(path)
-    return path
+    return WrittenFile(path)
 
 
 def read_manifest(directory: Path) -> tuple[int, Scalars]:

@@ -152,6 +152,19 @@ def idle_parts(use: ModelUse, stage: int) -> dict[str, int]:
     return parts
 
 
+def staying_bytes(use: ModelUse, idle: Footprint) -> int:
+    """Returns the bytes that stay on the device of a rank while the service is offloaded: the arena, DeepSpeed's
+    buckets, the copy of the model that a reward scores with, and all of a reward that only scores, which does not move.
+
+    Args:
+        use: Use of the model.
+        idle: Its footprint between calls.
+    """
+    if use.engine == "whole":
+        return idle.device_bytes
+    return sum(idle.device.get(name, 0) for name in ("arena", "reduction bucket", "copy that scores"))
+
+
 def _copy_bytes(use: ModelUse) -> int:
     return use.shape.num_parameters * use.itemsize
 

@@ -347,13 +347,16 @@ class Processes:
         )
 
     def serve(
-        self, config: Path, log_dir: Path, *settings: str, timeout_s: float = 110.0
+        self,
+        config: Path,
+        log_dir: Path,
+        *settings: str,
+        timeout_s: float = 110.0,
+        program: str = "forked_services.py",
     ) -> subprocess.Popen[str]:
-        """Starts the services of a config by `forked_services`, with overrides "key.path=value", and waits until all
-        are healthy. SIGTERM ends them; the exit code is 0 then."""
-        launcher = self.start(
-            "python", str(HERE / "forked_services.py"), str(config), str(log_dir), *settings
-        )
+        """Starts the services of a config by `forked_services`, or another program here with its arguments, with
+        overrides "key.path=value", and waits until all are healthy. SIGTERM ends them; the exit code is 0 then."""
+        launcher = self.start("python", str(HERE / program), str(config), str(log_dir), *settings)
         wait_for_line(launcher, "ready\n", timeout_s)
         return launcher
 

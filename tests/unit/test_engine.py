@@ -27,6 +27,7 @@ from services.models.export import tensors_sha256
 from services.models.families import load_causal_lm, load_value_model
 from services.models.value_model import ValueModel
 from services.storage import publish
+from services.storage.written import WrittenFile
 
 CPU = torch.device("cpu")
 TEMPERATURE = 1.7
@@ -247,7 +248,10 @@ def test_a_checkpoint_that_is_written_later_has_the_state_from_when_it_was_begun
     begun = engine.snapshot()
     engine.step(ROWS.micro_batches(), HEAD, ROWS.loss)
     names = ["rank-00000.safetensors", "manifest.json"]
-    assert write() == [tmp_path / "checkpoint" / name for name in names]
+    paths = [tmp_path / "checkpoint" / name for name in names]
+    assert [(file.path, file.digest()) for file in write()] == [
+        (path, WrittenFile(path).digest()) for path in paths
+    ]
     fresh = make_engine(tiny_llama_dir)
     assert fresh.load(tmp_path / "checkpoint") == {"policy_version": 7}
     assert same_bits(fresh.snapshot().tensors, begun.tensors)

@@ -10,9 +10,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from controller.config.config import load
+from controller.config.memory import row_sizes
 from deploy import memory, preflight
 from deploy.cli import main
-from deploy.memory import GB, predict_memory, row_sizes
+from deploy.memory import GB, predict_memory
 from settings.memory.predict import predict
 from settings.memory.services import service_use
 from settings.memory.use import RowSizes
@@ -83,6 +84,29 @@ def test_services_on_a_device_are_added_up(model: Path) -> None:
     assert idle + more > 250 * GB
     assert len(report.misfits) == 1
     assert f"with actor, reference on the same device, needs {(idle + more) / GB:.2f} GB" in report.misfits[0]
+
+
+def test_services_that_take_turns_in_memory_need_it_for_one_stage(model: Path) -> None:
+    pool = (
+        "pools.shared=['gpu0', 'gpu1', 'gpu2', 'gpu3']",
+        *(f"services.{name}.pool='shared'" for name in MODELS),
+    )
+    services = predict_memory(load(QUICKSTART, settings(model, *pool)), list(MODELS), int(GB)).services
+    started = max(
+        sum(each.idle for each in services.values())
+        - service.idle
+        + max(service.stages[stage].device_bytes for stage in ("loading", "idle"))
+        for service in services.values()
+    )
+    alone = max(
+        service.largest[1] + sum(other.stays for other in services.values() if other is not service)
+        for service in services.values()
+    )
+    least = max(started, alone) / GB
+    for size, fits in ((least + 0.001, True), (least - 0.001, False)):
+        flags = [part for name in MODELS for part in ("--only", name)]
+        ran = check(model, *flags, further=(*pool, f"device_memory_gb={size}"))
+        assert ("too much" not in ran.stderr) == fits, ran.stderr
 
 
 def test_on_a_cpu_all_ranks_share_the_memory_of_the_host(

@@ -29,6 +29,7 @@ from services.roles.torch_worker import TorchWorker
 from services.runtime.compute import ComputeThread
 from services.runtime.ranks import Ranks
 from services.runtime.worker import NO_ROWS, CallContext, CallResult, CallRows
+from services.storage.written import WrittenFile
 from settings.critic import CriticTable
 from settings.service import ServiceTable
 
@@ -229,8 +230,8 @@ def test_a_write_that_failed_keeps_no_copy_of_the_state(tmp_path: Path):
     state = State()
     copy, writer = weakref.ref(state), BackgroundWriter()
 
-    def writes(state: State) -> Callable[[], list[Path]]:
-        def write() -> list[Path]:
+    def writes(state: State) -> Callable[[], list[WrittenFile]]:
+        def write() -> list[WrittenFile]:
             try:
                 raise ValueError(f"while {state} is written")
             except ValueError as error:

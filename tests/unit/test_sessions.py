@@ -255,7 +255,8 @@ def test_closing_raises_nothing_and_takes_a_bounded_time_while_the_loop_is_busy(
     """The user is to see the error that ended the run."""
     for module in (cluster_module, loop_module):
         monkeypatch.setattr(module, "CLOSE_S", 0.05, raising=False)
-    cluster, is_over = Cluster(cast(Any, None), Session()), threading.Event()
+    config = cast(Any, SimpleNamespace(device_memory_gb=None))
+    cluster, is_over = Cluster(config, Session()), threading.Event()
 
     async def block() -> None:
         is_over.wait(20)
@@ -338,7 +339,7 @@ def test_a_run_claims_a_start_after_the_youngest_session_of_any_rank() -> None:
     told = {0: 5, 1: ahead}
     clients = [RankClient.__new__(RankClient) for _ in told]
     for rank, client in enumerate(clients):
-        client.rank = rank
+        client.rank, client.service = rank, "actor"
 
     async def describe(client: RankClient) -> worker_pb2.DescribeResponse:
         return worker_pb2.DescribeResponse(session_started_unix_ns=told[client.rank])
@@ -390,3 +391,23 @@ def test_a_resumed_run_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(admission, "GONE_WITHIN_S", 0.0)
     with pytest.raises(Refused, match="is in use by run before"):
         wait_for(Holder(connected=9, gone=9), Session(), is_patient=True)
+
+
+def test_a_service_that_is_offloaded_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, counts = RankClient.__new__(RankClient), [2, 1]
+    client.service, client.address = "reference", "127.0.0.1:1"
+    groups: dict[str, Any] = {"reference": SimpleNamespace(clients=[client])}
+
+    async def describe(client: RankClient) -> worker_pb2.DescribeResponse:
+        return worker_pb2.DescribeResponse(is_shared=True, sessions=counts.pop(0) if counts else 0)
+
+    asyncio.run(wait_until_free(groups, Session(), describe))
+    assert counts == [1]
+    asyncio.run(wait_until_free(groups, Session(), describe, alone=["reference"]))
+    assert counts == []
+    counts += [1, 1]
+    monkeypatch.setattr(admission, "GONE_WITHIN_S", 0.0)
+    with pytest.raises(
+        Refused, match=r"services.reference .* is used by 1 other run\(s\), so it cannot be off"
+    ):
+        asyncio.run(wait_until_free(groups, Session(take_over=True), describe, alone=["reference"]))

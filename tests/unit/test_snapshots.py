@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from pretend_device import DEVICE, Log, pretending
 from torch import Tensor
 
 from services.engines import snapshots
-from services.engines.snapshots import SnapshotMemory, in_one_mapping
+from services.engines.snapshots import ReusedMemory, SnapshotMemory, own_mapping
 
 NUM_BYTES = 4 * (1000 + 3)
 
@@ -85,23 +86,27 @@ def is_mapped(address: int) -> bool:
     return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
 
 
-def test_the_copy_of_a_checkpoint_is_returned_to_the_system_with_its_last_tensor() -> None:
-    kept = {
-        "weight.a": torch.arange(3_000_000.0).view(3000, 1000),
-        "weight.b": torch.arange(7).to(torch.int64),
-    }
-    copies = in_one_mapping({**kept, "weight.c": torch.empty(0, 5)})
-    kept["weight.a"].zero_()
-    assert torch.equal(copies["weight.a"], torch.arange(3_000_000.0).view(3000, 1000))
-    assert copies["weight.b"].tolist() == list(range(7))
-    assert copies["weight.c"].shape == (0, 5)
-    address, last = copies["weight.b"].data_ptr() & -4096, copies["weight.b"]
-    del copies
+def test_memory_of_its_own_mapping_is_returned_to_the_system() -> None:
+    memory = own_mapping(12_000_001, torch.device("cpu"))
+    assert memory.shape == (12_000_001,)
+    assert memory.data_ptr() % mmap.PAGESIZE == 0
+    address = memory.data_ptr()
     assert is_mapped(address)
-    del last
+    del memory
     gc.collect()
     assert not is_mapped(address)
+    assert own_mapping(0, torch.device("cpu")).shape == (0,)
 
 
-def test_nothing_is_copied_of_a_rank_without_tensors() -> None:
-    assert in_one_mapping({}) == {}
+def test_copies_one_after_another_are_made_in_the_same_memory_and_two_at_once_are_not() -> None:
+    memory = ReusedMemory(torch.device("cpu"))
+    first = memory.take(10_000)
+    first.fill_(1)
+    second = memory.take(10_000)
+    second.fill_(2)
+    assert first.tolist() == [1] * 10_000
+    address = first.data_ptr()
+    del first, second
+    gc.collect()
+    assert memory.take(10_000).data_ptr() == address
+    assert memory.take(20_000).shape == (20_000,)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -73,7 +74,7 @@ def begin(cluster: Cluster, *ranks: WatchedRank) -> None:
 
 
 def test_memory_can_be_read_while_statuses_arrive_on_the_loop() -> None:
-    cluster = Cluster(cast(Any, None), Session())
+    cluster = Cluster(cast(Any, SimpleNamespace(device_memory_gb=None)), Session())
     try:
         begin(cluster, WatchedRank("actor", 0, StatusReadWhileOthersArrive(cluster)))
         assert cluster.memory() == {"actor": 1}
@@ -87,7 +88,7 @@ def test_gauges_are_added_up_over_the_ranks_of_a_service() -> None:
     def gauging(**gauges: float) -> worker_pb2.WatchResponse:
         return worker_pb2.WatchResponse(gauges=gauges)
 
-    cluster = Cluster(cast(Any, None), Session())
+    cluster = Cluster(cast(Any, SimpleNamespace(device_memory_gb=None)), Session())
     try:
         begin(
             cluster,

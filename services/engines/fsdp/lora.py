@@ -30,6 +30,7 @@ from services.models.loading import load_on_meta
 from services.models.weights import cast
 from services.storage.checkpoint import NO_SCALARS, Scalars, WeightShard, read_manifest
 from services.storage.publish import readable_path
+from services.storage.written import WrittenFile
 from settings.actor import ActorTable
 from settings.model import ModelTable
 
@@ -140,7 +141,7 @@ class LoRAEngine(FSDPEngine):
         """Writes a checkpoint as `TrainEngine.save`, with adapters and moments alone, and alpha as a further scalar."""
         super().save(directory, {**scalars, ALPHA: self._adapters.alpha})
 
-    def begin_save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> Callable[[], list[Path]]:
+    def begin_save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> Callable[[], list[WrittenFile]]:
         """Begins a checkpoint as `TrainEngine.begin_save`, with the content of that of `save`."""
         return super().begin_save(directory, {**scalars, ALPHA: self._adapters.alpha})
 
