@@ -222,7 +222,7 @@ class GroupCall:
             metrics=_mean_metrics(collected),
             policy_version=responses[0].outcome.policy_version,
             responses=tuple(responses),
-            moves=tuple(move.result()[1] for move in self.moved),
+            parts=tuple(move.result()[1] for move in self.moved),
         )
 
 

@@ -31,7 +31,8 @@ class CallRecord:
         metrics: Mean of each metric over the ranks, by name.
         policy_version: Policy version of the service after the call.
         responses: Response message of each rank, in rank order.
-        moves: Records of the calls that offloaded and onloaded services before this one.
+        parts: Records of the calls made for it: those that offloaded and onloaded services before it, and those that a
+            transfer of weights consists of.
     """
 
     service: str
@@ -41,7 +42,7 @@ class CallRecord:
     metrics: Mapping[str, float]
     policy_version: int
     responses: tuple[Any, ...]
-    moves: tuple[CallRecord, ...] = ()
+    parts: tuple[CallRecord, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,10 +164,10 @@ class FutureBatch:
             self.step.reached(lateness_of(awaited))
 
 
-def with_moves(records: Iterable[CallRecord]) -> Iterator[CallRecord]:
-    """Yields records, each after those of its `moves`."""
+def with_parts(records: Iterable[CallRecord]) -> Iterator[CallRecord]:
+    """Yields records, each after its `parts`."""
     for record in records:
-        yield from record.moves
+        yield from record.parts
         yield record
 
 

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from client.fanout import FanOut
@@ -154,8 +153,7 @@ class RoleGroup:
     def call_with(
         self,
         others: Sequence[RoleGroup],
-        calls: Callable[[StepContext], Coroutine[Any, Any, Sequence[CallRecord]]],
-        most_records: int,
+        calls: Callable[[StepContext], Coroutine[Any, Any, CallRecord]],
         longest_s: float,
         of: StepContext | None = None,
     ) -> FutureBatch:
@@ -166,26 +164,23 @@ class RoleGroup:
         Args:
             others: The other groups.
             calls: Coroutine function that makes the calls by `call_within`, in the step that it is given, and returns
-                at least one record.
-            most_records: Most records that it returns.
+                the record of the whole, of which theirs are parts.
             longest_s: Longest time that it takes, in seconds.
             of: The step that they belong to. Default: the one begun last.
 
         Returns:
-            A batch without rows, whose records are those that `calls` returned; the first stands for missing ones.
+            A batch without rows, whose record is the one that `calls` returned.
         """
         step = self.session.step_of(of)
         devices = self._devices.union(*(group._devices for group in others))
 
-        def begin() -> Future[Sequence[CallRecord]]:
+        def begin() -> Future[CallRecord]:
             names = [self.ranks.service, *(group.ranks.service for group in others)]
             with self._placement.turn(names, "describe_weights", step) as moved:
                 place = self._placement.enter(devices, object(), longest_s)
                 return self._loop.start(_in_place(place, moved, calls, step))
 
-        result = _begun(begin, step, AFTER_UPDATES if self._learns else 0)
-        records = [then(result, partial(_record_at, number)) for number in range(most_records)]
-        return FutureBatch(0, {}, tuple(records), of)
+        return FutureBatch(0, {}, (_begun(begin, step, AFTER_UPDATES if self._learns else 0),), of)
 
     async def call_within(self, name: str, step: StepContext, **options: Any) -> CallRecord:
         """Coroutine of a call without rows, for `call_with`: sends it at once, and returns its record.
@@ -314,9 +309,9 @@ def _begun(begin: Callable[[], Future[T]], step: StepContext, lateness: int) -> 
 async def _in_place(
     place: Place,
     moved: Sequence[Future[tuple[Batch, CallRecord]]],
-    calls: Callable[[StepContext], Coroutine[Any, Any, Sequence[CallRecord]]],
+    calls: Callable[[StepContext], Coroutine[Any, Any, CallRecord]],
     step: StepContext,
-) -> Sequence[CallRecord]:
+) -> CallRecord:
     """Waits until it is the turn of `place`, makes the calls, and leaves it. `moved`: as of a `GroupCall`. Raises
     DeadlineExceeded where the calls before take longer than they may."""
     try:
@@ -327,8 +322,8 @@ async def _in_place(
             raise DeadlineExceeded(
                 f"waited {place.patience_s:g} s for the calls before on the same devices to end"
             ) from error
-        first, *others = await calls(step)
-        return [replace(first, moves=tuple(record for _, record in moves[: len(moved)])), *others]
+        whole = await calls(step)
+        return replace(whole, parts=(*(record for _, record in moves[: len(moved)]), *whole.parts))
     finally:
         place.leave()
 
@@ -342,10 +337,6 @@ def inputs_of(service: str, method: Method, batch: FutureBatch) -> FutureBatch:
             f"{service}.{method.snake_name} needs columns {missing}; the batch has {sorted(batch.columns)}"
         )
     return batch.select([c for c in (*method.inputs, *method.optional_inputs) if c in batch])
-
-
-def _record_at(number: int, records: Sequence[CallRecord]) -> CallRecord:
-    return records[number] if number < len(records) else records[0]
 
 
 def _column_of(result: Future[tuple[Batch, CallRecord]], name: str) -> Future[Column]:

@@ -45,22 +45,22 @@ def sync_weights(
         step: The step that it belongs to. Default: the one begun last.
 
     Returns:
-        A batch without rows, whose first record is that of the whole transfer, with metrics weights_bytes (received by
-        all ranks), weights_seconds and weights_gb_per_s.
+        A batch without rows, whose record is that of the whole transfer, with metrics weights_bytes (received by all
+        ranks), weights_seconds and weights_gb_per_s, and with the calls that moved weights as its parts.
     """
     others = [group for group in receivers if group.ranks is not source.ranks]
     longest_s = sum(2 * source.session.time_of(name) + LATE_S + SETTLE_S for name in STAGES)
 
-    async def transfer(step: StepContext) -> list[CallRecord]:
+    async def transfer(step: StepContext) -> CallRecord:
         return await _transfer(source, others, step, bucket_bytes)
 
-    return source.call_with(others, transfer, 2 + 2 * len(others), longest_s, step)
+    return source.call_with(others, transfer, longest_s, step)
 
 
 async def _transfer(
     source: RoleGroup, others: Sequence[RoleGroup], step: StepContext, bucket_bytes: int
-) -> list[CallRecord]:
-    """Makes the calls of a transfer. Returns the record of the whole, and then those of the calls that moved
+) -> CallRecord:
+    """Makes the calls of a transfer. Returns the record of the whole; its parts are those of the calls that moved
     weights."""
     groups, started = [source, *others], source.session.now()
     described = await _all([group.call_within("describe_weights", step) for group in groups])
@@ -70,7 +70,7 @@ async def _transfer(
         if any(_lacks(response, described[0]) for response in record.responses)
     ]
     if not lacking:
-        return [_summary(source, described[0], started, 0)]
+        return _summary(source, described[0], started, 0)
     message = _message(source, described[0], lacking, bucket_bytes)
     state_id = described[0].responses[0].outcome.state_id
     loads = [
@@ -80,7 +80,7 @@ async def _transfer(
     commits = [group.call_within("commit_weights", step, transfer=message.id) for group, _ in lacking]
     committed = await _all(commits)
     received = sum(response.received_bytes for record in moved[1:] for response in record.responses)
-    return [_summary(source, described[0], started, received), *moved, *committed]
+    return _summary(source, described[0], started, received, (*moved, *committed))
 
 
 def _message(
@@ -122,7 +122,13 @@ def _lacks(response: Any, described: CallRecord) -> bool:
     return response.outcome.state_id not in state_ids - {""} or len(state_ids) > 1
 
 
-def _summary(source: RoleGroup, described: CallRecord, started: float, received: int) -> CallRecord:
+def _summary(
+    source: RoleGroup,
+    described: CallRecord,
+    started: float,
+    received: int,
+    parts: tuple[CallRecord, ...] = (),
+) -> CallRecord:
     ended = source.session.now()
     seconds = max(ended - started, 1e-9)
     metrics = {
@@ -130,7 +136,7 @@ def _summary(source: RoleGroup, described: CallRecord, started: float, received:
         "weights_seconds": seconds,
         "weights_gb_per_s": received / seconds / 1e9,
     }
-    return CallRecord(source.name, SYNC, started, ended, metrics, described.policy_version, responses=())
+    return CallRecord(source.name, SYNC, started, ended, metrics, described.policy_version, (), parts)
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -12,7 +12,7 @@ from client.session import StepContext
 from controller.data.draws import Limit, rows_that_fit
 from controller.data.prompts import PromptData
 from controller.role_groups.cluster import Cluster
-from controller.role_groups.dataflow import FutureBatch, with_moves
+from controller.role_groups.dataflow import FutureBatch, with_parts
 from controller.tracking.recorder import Recorder
 from nccl_transfer.refs.batch import LocalColumn
 from nccl_transfer.refs.columns import Jagged
@@ -91,7 +91,7 @@ class Evaluator:
             values, made = evaluation.measure(batch.of_step(step))
             parts.append(values)
             for each in made:
-                self._recorder.calls(step.number, with_moves(each.records()))
+                self._recorder.calls(step.number, with_parts(each.records()))
             self._cluster.release(step)
         measured = evaluation.summarize({name: np.concatenate([p[name] for p in parts]) for name in parts[0]})
         self.history.append(measured)

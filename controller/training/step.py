@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from client.session import StepContext
 from controller.advantage import Advantage
-from controller.role_groups.dataflow import CallRecord, FutureBatch, with_moves
+from controller.role_groups.dataflow import CallRecord, FutureBatch, with_parts
 from controller.role_groups.futures import Promise, results, then
 from nccl_transfer.refs.batch import Column
 from rlhf.errors import InvalidRequest
@@ -43,7 +43,7 @@ class Step:
         pretraining: Column "pretrain_text" of the same rows; no column if the config has no such texts.
         metrics: Metrics that the algorithm adds to the step, by name.
         calls: Futures of the records of the step's calls, after `finish`.
-        records: Records of these calls, after `wait`.
+        records: Records of these calls and of their parts, after `wait`.
         is_finished: Whether `finish` was called.
         batch: Batch that the step trained on, after `finish`.
         is_last: Whether the run ends after this step although `run.steps` is larger; see `stop`.
@@ -125,8 +125,7 @@ class Step:
     def wait(self) -> None:
         """Waits for the calls that `finish` was given and for the functions that `later` was, and sets `records`.
         Raises the first error."""
-        # Calls that belong together (`RoleGroup.call_with`) may have the same record twice.
-        self.records = list({id(record): record for record in with_moves(results(self.calls))}.values())
+        self.records = list(with_parts(results(self.calls)))
         results(self._later)
 
     def stop(self) -> None:

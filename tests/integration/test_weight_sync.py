@@ -139,10 +139,10 @@ class Services(WeightServices):
     def sync(self) -> tuple[float, list[int]]:
         """Bytes that a sync has moved, and those into each rank of the rollout service."""
         batch = self.actor.sync_weights([self.rollout])
-        records = results(batch.calls, TIMEOUT_S)
-        loads = [record for record in records if record.method == "load_weights"]
+        (whole,) = results(batch.calls, TIMEOUT_S)
+        loads = [record for record in whole.parts if record.method == "load_weights"]
         into = [response.received_bytes for record in loads for response in record.responses]
-        return records[0].metrics["weights_bytes"], into
+        return whole.metrics["weights_bytes"], into
 
     def dumps(self) -> list[dict[str, tuple[tuple[int, ...], torch.Tensor]]]:
         """Per rank, the first index and the values of each slice that it generates with."""
