@@ -20,7 +20,8 @@ from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 
 STOP_TIMEOUT_S = 40.0
 EXPLAIN_TIMEOUT_S = 20.0
-"""Longest time, in seconds, to wait until the launcher reports a lost service; it stops the other services first."""
+"""Longest time, in seconds, to wait until the launcher reports a lost service."""
+POLL_S = 0.1
 READY = b"ready\n"
 
 
@@ -73,20 +74,23 @@ class LaunchedServices:
         return self._log.with_name(f"{service}.log")
 
     def explain(self, error: RlhfError) -> RlhfError:
-        """Returns a ServiceLost with the explanation of the launcher process, made from exit codes and logs, in front
-        of the text of `error`. Waits for this process to end; if it does not within `EXPLAIN_TIMEOUT_S` or says
-        nothing, or `error` is no ServiceLost, returns `error` itself."""
-        if not isinstance(error, ServiceLost):
-            return error
-        try:
-            self._process.wait(EXPLAIN_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return error
-        said = self._last_error()
-        if self._process.returncode < 0:
-            how = signal.Signals(-self._process.returncode).name
-            said = f"the launcher of the services (rlhf-deploy, pid {self._process.pid}) was killed by {how}"
-        return ServiceLost(f"{said}; {error}") if said else error
+        """Returns a ServiceLost with the cause that the launcher process reports in front of the text of `error`;
+        `error` itself where it reports none.
+
+        The launcher reports a lost service before it stops the others, so an error that follows from this has its
+        cause in the log. A ServiceLost may come before the report: up to `EXPLAIN_TIMEOUT_S` are waited for it."""
+        deadline = time.monotonic() + (EXPLAIN_TIMEOUT_S if isinstance(error, ServiceLost) else 0.0)
+        while not (cause := self._cause()) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return ServiceLost(f"{cause}; {error}") if cause else error
+
+    def _cause(self) -> str:
+        """Returns why the launcher stops or has stopped the services; empty where it does not or has not said why."""
+        code = self._process.poll()
+        if code is not None and code < 0:
+            how = signal.Signals(-code).name
+            return f"the launcher of the services (rlhf-deploy, pid {self._process.pid}) was killed by {how}"
+        return self._first_error()
 
     def _start(self, started: Future[subprocess.Popen[bytes]]) -> None:
         """Starts the launcher, and returns when it was stopped: the kernel ends the launcher with the thread that
@@ -117,14 +121,14 @@ class LaunchedServices:
                 code = self._process.wait(STOP_TIMEOUT_S)
                 error = ConfigError if code == 2 else ServiceLost
                 raise error(
-                    self._last_error() or f"the launcher ended with exit code {code}; see {self._log}"
+                    self._first_error() or f"the launcher ended with exit code {code}; see {self._log}"
                 )
         raise DeadlineExceeded(f"the services did not come up within {self._timeout_s:g} s; see {self._log}")
 
-    def _last_error(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return errors[-1] if errors else ""
+    def _first_error(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines(keepends=True)
+        errors = (line for line in lines if line.startswith("error: ") and line.endswith("\n"))
+        return next(errors, "").removeprefix("error: ").rstrip("\n")
 
     def _stop(self) -> None:
         if self._process.poll() is None:

@@ -44,7 +44,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except RlhfError as error:
-            click.echo(f"error: {error}", err=True)
+            _say_error(error)
             ctx.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
 
 
@@ -252,7 +252,14 @@ def _up(
             _say(f"with {_flags(settings)}")
         ready = False
         while not received:
-            if supervisor.poll() and not ready:
+            try:
+                healthy = supervisor.poll()
+            except RlhfError as error:
+                # Printed before the other services are stopped: calls between them fail from then on, and a controller
+                # reads the cause here.
+                _say_error(error)
+                sys.exit(1)
+            if healthy and not ready:
                 ready = True
                 click.echo(READY)
             time.sleep(POLL_S)
@@ -311,6 +318,10 @@ def _catch_signals() -> list[signal.Signals]:
 
 def _flags(settings: tuple[str, ...]) -> str:
     return shlex.join(part for setting in settings for part in ("--set", setting))
+
+
+def _say_error(error: RlhfError) -> None:
+    _say(f"error: {error}")
 
 
 def _say(line: str) -> None:

@@ -1,6 +1,7 @@
 """rlhf-deploy with fake services, whose flags are in the variable FAKE_FLAGS: {"service": ["--flag"]}.
 
-The flag --slow-exit of "supervisor" makes its process end a second after its work."""
+The flag --slow-exit of "supervisor" makes its process end a second after its work; with --patient it waits longer for
+services that ignore SIGTERM."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from deploy.launch import Job, LaunchOptions
 
 FLAGS_VARIABLE = "FAKE_FLAGS"
 GRACE_S = 0.5
+PATIENT_GRACE_S = 60.0
 
 
 def fake_service(job: Job) -> list[str]:
@@ -26,6 +28,7 @@ def fake_service(job: Job) -> list[str]:
 
 
 if __name__ == "__main__":
-    if "up" in sys.argv and "--slow-exit" in json.loads(os.environ[FLAGS_VARIABLE]).get("supervisor", []):
+    flags = json.loads(os.environ[FLAGS_VARIABLE]).get("supervisor", [])
+    if "up" in sys.argv and "--slow-exit" in flags:
         atexit.register(time.sleep, 1.0)
-    main(obj=LaunchOptions(fake_service, GRACE_S))
+    main(obj=LaunchOptions(fake_service, PATIENT_GRACE_S if "--patient" in flags else GRACE_S))

@@ -187,6 +187,21 @@ def test_a_service_that_dies_later_ends_up_and_is_named(host: Host) -> None:
     assert is_gone(two)
 
 
+def test_a_lost_service_is_told_before_the_others_have_ended(host: Host) -> None:
+    host.flags = {"two": ["--ignore-sigterm"], "supervisor": ["--patient"]}
+    supervisor = host.up()
+    one, *others = host.services(supervisor)
+    one.kill()
+    assert supervisor.stderr is not None
+    said = next(line for line in supervisor.stderr if line.startswith("error: "))
+    assert "service one: was killed by SIGKILL" in said
+    assert not any(is_gone(process) for process in others)
+    for process in others:
+        process.kill()
+    code, _, rest = end_of(supervisor)
+    assert (code, rest) == (1, "")
+
+
 def test_a_service_that_ignores_sigterm_is_killed_with_its_children_after_the_grace(host: Host) -> None:
     host.flags = {"one": ["--ignore-sigterm"]}
     supervisor = host.up()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,7 +12,7 @@ import pytest
 from controller import algorithms, cli, job, opening
 from controller.config.config import load
 from controller.launch import LaunchedServices
-from rlhf.errors import ConfigError, InvalidRequest, RlhfError, from_status, to_status
+from rlhf.errors import ConfigError, InvalidRequest, RlhfError, ServiceLost, from_status, to_status
 
 QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
 WHERE = {"service": "actor", "rank": "1"}
@@ -33,6 +34,30 @@ def test_an_unforeseen_error_points_to_the_log_of_its_service(launched: bool, tm
 def test_an_error_that_says_all_there_is_to_say_points_nowhere() -> None:
     error = failed(InvalidRequest("column 'a' is missing"))
     assert opening.pointing_to_log(error, None) is error
+
+
+LAUNCHER = """\
+#!/bin/sh
+echo ready
+echo 'error: service critic: was killed by SIGKILL' >&2
+exec sleep 60
+"""
+
+
+def test_an_error_that_follows_from_a_lost_service_has_the_launchers_cause_in_front(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher stops the actor, which releases its shards, before the controller calls the critic again."""
+    program = tmp_path / "launcher"
+    program.write_text(LAUNCHER)
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with LaunchedServices(load(QUICKSTART, ()), QUICKSTART, tmp_path) as services:
+        said = services.explain(RlhfError("reference rank 0 ComputeRefLogProb: shard 9 was released"))
+    assert isinstance(said, ServiceLost)
+    assert str(said) == (
+        "service critic: was killed by SIGKILL; reference rank 0 ComputeRefLogProb: shard 9 was released"
+    )
 
 
 @pytest.fixture

@@ -40,6 +40,9 @@ ALLOWED = {
     "roles/weight_check.py _checksum": "weights whose checksum the CPU computes, where VerifyWeights asks for it",
     "actor/parity.py rollout_parity": "three numbers of the response",
     "actor/parity.py drifting_rows": "one bit per token, for the numbers of the rows to keep",
+    "generation/partial.py of": "token ids, which are in host memory, and versions, read there for the next part",
+    "generation/partial.py prompts": "token ids, which are in host memory, for the engine's prompts",
+    "generation/partial.py _rows": "lengths, which are in host memory",
     "generation/texts.py response_texts": "token ids, which are in host memory, for the tokenizer",
     "actor/worker.py compute_loss": "log-probabilities of texts, of which the host sums one number per row",
 }
