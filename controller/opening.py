@@ -78,7 +78,7 @@ def open_planned(
         cluster = Cluster(config, _session(plan, directory, take_over=take_over))
         opened.callback(cluster.close)
         plan = _connect(plan, cluster, directory, progress, keep_weights=keep_weights)
-        cluster.fill_rollouts()
+        cluster.fill_receivers()
         # With the measured libraries in the file, a later run of it computes the same bits.
         config = with_measured(config, cluster.descriptions)
         directory.write_text(CONFIG_FILE, plan.resolved(config))

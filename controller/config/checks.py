@@ -11,8 +11,10 @@ from controller.config.checkpoint import CheckpointTable
 from controller.config.data import DataTable
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
+from settings.critic import CriticTable
 from settings.rollout import RolloutServiceTable
 from settings.service import ServiceTable
+from settings.values import ValuesTable
 
 Services = Mapping[str, ServiceTable]
 """Tables of the services of a run, by name."""
@@ -32,8 +34,8 @@ def check_pools(services: Services, pools: Mapping[str, Sequence[str]]) -> None:
 
 
 def check_turns(devices: Mapping[str, Set[str]], services: Services) -> None:
-    """Raises ValueError where memory takes turns (`device_memory_gb`) and a service of role rollout shares a device:
-    its weights may be lost when it is offloaded, and a transfer to it needs both services on the device.
+    """Raises ValueError where memory takes turns (`device_memory_gb`) and a service of role rollout or values shares a
+    device: its weights may be lost when it is offloaded, and a transfer to it needs both services on the device.
 
     Args:
         devices: Names of the devices of each service, by name.
@@ -41,9 +43,9 @@ def check_turns(devices: Mapping[str, Set[str]], services: Services) -> None:
     """
     for name, table in services.items():
         others = [other for other in services if other != name and devices[other] & devices[name]]
-        if isinstance(table, RolloutServiceTable) and others:
+        if isinstance(table, RolloutServiceTable | ValuesTable) and others:
             raise ValueError(
-                f"device_memory_gb: services.{name} generates with weights of another service and cannot be offloaded, "
+                f"device_memory_gb: services.{name} computes with weights of another service and cannot be offloaded, "
                 f"so it needs devices of its own; it shares {min(devices[name] & devices[others[0]])} with "
                 f"services.{others[0]}"
             )
@@ -56,6 +58,26 @@ def check_rewards(services: Services, rewards: Mapping[str, Mapping[str, float]]
             raise ValueError(f"rewards.{name} has no services")
         if name in services:
             raise ValueError(f"rewards.{name} is the name of a service already")
+
+
+def check_values(services: Services) -> None:
+    """Raises ValueError where the weights of a service of role values are those of no critic, or of one that another
+    such service computes for."""
+    critics = [name for name, table in services.items() if isinstance(table, CriticTable)]
+    seen: dict[str, str] = {}
+    for name, table in services.items():
+        if not isinstance(table, ValuesTable):
+            continue
+        if table.weights_of not in critics:
+            known = ", ".join(sorted(critics)) or "none"
+            raise ValueError(
+                f"services.{name}.weights_of: no service {table.weights_of!r} of role critic; known: {known}"
+            )
+        other = seen.setdefault(table.weights_of, name)
+        if other != name:
+            raise ValueError(
+                f"services.{name}.weights_of: services.{other} computes the values of services.{table.weights_of}"
+            )
 
 
 def check_addresses(services: Services) -> None:

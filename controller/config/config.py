@@ -22,6 +22,7 @@ from settings.rollout import RolloutServiceTable
 from settings.security import SecurityTable
 from settings.services import Service
 from settings.strict import Strict, override, read_toml, validate
+from settings.values import ValuesTable
 
 
 class Config(Strict):
@@ -81,6 +82,18 @@ class Config(Strict):
         is_placed = isinstance(self.services.get("rollout"), RolloutServiceTable) and "actor" in self.services
         return {"actor": "rollout"} if is_placed else {}
 
+    @property
+    def valuers(self) -> dict[str, str]:
+        """Services of role values by the critic whose values they compute (`weights_of`)."""
+        return {
+            table.weights_of: name for name, table in self.services.items() if isinstance(table, ValuesTable)
+        }
+
+    @property
+    def receivers(self) -> dict[str, str]:
+        """Services that compute with weights of another, by that service: `generators` and `valuers`."""
+        return self.generators | self.valuers
+
     def weights_of(self, reward: str) -> dict[str, float]:
         """Returns the weight of each service, by name, in a reward or cost: its table in `[rewards]`, or 1 for the
         service of this name."""
@@ -122,6 +135,7 @@ class Config(Strict):
             checks.check_turns({name: self.devices_of(name) for name in self.services}, self.services)
         checks.check_rewards(self.services, self.rewards)
         checks.check_addresses(self.services)
+        checks.check_values(self.services)
         checks.check_batch(self.data, self.rollout, self.algorithm, self.services)
         checks.check_kl(self.algorithm, self.rows_per_step)
         checks.check_correction(self.algorithm, self.rollout)

@@ -222,9 +222,10 @@ def record_dataflow(algorithm: Algorithm, config: Config) -> Dataflow:
         ConfigError: The algorithm failed on columns that are made up, or makes no calls; or a rollout service generates
             for its actor.
     """
-    for rollout in config.generators.values():
+    for receiver in config.receivers.values():
         raise ConfigError(
-            f"services.{rollout}: a mapping has generation on the actor's devices; leave the service out"
+            f"services.{receiver}: a mapping has generation on the actor's devices, and values on the critic's; "
+            "leave the service out"
         )
     log = CallLog()
     run: Callable[[Run], None] = algorithm

@@ -170,12 +170,12 @@ class Cluster:
         _introduce(self.session, list(self._ours.values()))
         return found
 
-    def fill_rollouts(self) -> None:
-        """Moves the weights of actors to the rollout services that generate for them (`Config.generators`), as far as
-        these lack them, and waits for it. Raises RlhfError where a rank of either side fails."""
-        for actor, rollout in self.config.generators.items():
-            results(sync_weights(self.group(actor), [self.group(rollout)]).calls)
-            self.origins[rollout] = f"weights of services.{actor}"
+    def fill_receivers(self) -> None:
+        """Moves the weights of what learns to the services that compute with them (`Config.receivers`), as far as these
+        lack them, and waits for it. Raises RlhfError where a rank of either side fails."""
+        for source, receiver in self.config.receivers.items():
+            results(sync_weights(self.group(source), [self.group(receiver)]).calls)
+            self.origins[receiver] = f"weights of services.{source}"
 
     def state_ids(self) -> dict[str, str]:
         """Returns the id of the state that each service has had after its last call, by name, without those that report
@@ -289,7 +289,7 @@ class Cluster:
             self.session,
             self._placement,
             self._loop,
-            learns=self.config.services[name].keeps_state,
+            learns=self.config.services[name].keeps_state or name in self.config.valuers.values(),
         )
 
     def _second_role(self, role: str, host: str) -> RoleGroup:

@@ -115,12 +115,24 @@ class RolloutGroup(GeneratingGroup):
     """Role group of a rollout service, which generates with weights that it gets by `ActorGroup.sync_weights`."""
 
 
-class CriticGroup(RoleGroup):
-    """Role group of a critic, a value model."""
+class ValuesGroup(RoleGroup):
+    """Role group of ranks that compute values: of a critic, or of a values service, which computes with weights that it
+    gets by `CriticGroup.sync_weights`."""
 
     def compute_values(self, batch: FutureBatch) -> FutureBatch:
         """Computes column `values`: for each response token, the value of the state before it."""
         return self.call("compute_values", batch)
+
+
+class CriticGroup(ValuesGroup):
+    """Role group of a critic, a value model."""
+
+    def sync_weights(
+        self, to: Sequence[ValuesGroup], bucket_bytes: int = 0, step: StepContext | None = None
+    ) -> FutureBatch:
+        """Moves the critic's weights to values services, which compute with them from then on, as
+        `ActorGroup.sync_weights`. Returns no columns."""
+        return sync_weights(self, to, bucket_bytes, step)
 
     def update_critic(
         self, batch: FutureBatch, loss: critic_pb2.ValueLoss, schedule: actor_pb2.Schedule

@@ -39,8 +39,8 @@ def sync_weights(
 
     Args:
         source: Group whose ranks have a training engine.
-        receivers: Groups of the role rollout. One of the source's own ranks takes no part: they generate with the
-            weights that they train.
+        receivers: Groups of the role rollout, or values for a critic. One of the source's own ranks takes no part: they
+            generate with the weights that they train.
         bucket_bytes: Most bytes of weights that move at a time; see WeightTransfer. 0: its default.
         step: The step that it belongs to. Default: the one begun last.
 

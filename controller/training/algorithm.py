@@ -176,8 +176,9 @@ class Algorithm:
                 )
         # Only responses that are scored are generated.
         generated = needed if "reward" in needed.values() else ()
-        rollouts = {config.generators[name] for name in generated if name in config.generators}
-        return [name for name in config.services if name in {*needed, *hosts, *rollouts}]
+        receivers = {config.generators[name] for name in generated if name in config.generators}
+        receivers |= {config.valuers[name] for name in needed if name in config.valuers}
+        return [name for name in config.services if name in {*needed, *hosts, *receivers}]
 
     def _of_use(self, services: Mapping[str, str], config: Config) -> dict[str, str]:
         """Returns `services` without those that `only_for` ties to a key of `[algorithm]` whose value is 0."""

@@ -208,7 +208,7 @@ class StepLoop:
         seconds = self._cluster.session.now() - max(opened.started_s, self._ended_s)
         self._recorder.calls(number, step.records)
         opened.metrics = self._metrics.of(step, seconds, opened.left_out)
-        opened.metrics |= staleness_metrics(step.batch, step.records, self._metrics.policies)
+        opened.metrics |= staleness_metrics(step.batch, step.records, self._metrics.sources)
         self._evaluating = opened
         every = self._table.evaluate_every
         if self._is_last(step) or (every and number % every == 0):

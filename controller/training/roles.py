@@ -8,6 +8,7 @@ from dataclasses import replace
 from client.session import StepContext
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.group import RoleGroup
 from controller.role_groups.roles import (
     ActorGroup,
     CriticGroup,
@@ -15,7 +16,9 @@ from controller.role_groups.roles import (
     ReferenceGroup,
     RewardGroup,
     RolloutGroup,
+    ValuesGroup,
 )
+from controller.role_groups.weights import sync_weights
 from controller.training.losses import policy_loss, value_loss
 from controller.training.parity import DriftCheck
 from controller.training.staleness import with_version
@@ -130,7 +133,7 @@ class Actor(Rollout):
         batch = batch.drop(*(name for name, is_unused in unused.items() if is_unused))
         schedule = _schedule(config, batch, algorithm.epochs)
         updated = self._group.update_actor(batch, loss, schedule, config.rollout.temperature)
-        return self._synced(updated, batch)
+        return _synced(updated, self._group, self._receivers, self._step_of(batch))
 
     def compute_loss(self, texts: FutureBatch) -> FutureBatch:
         """Measures the policy on texts, as in Figure 6 of HybridFlow. It only measures: to train on texts, give
@@ -164,15 +167,8 @@ class Actor(Rollout):
         """Updates the policy by the mean negative log-likelihood of the response tokens, in `algorithm.epochs` passes
         over the batch in mini-batches (see `Config.mini_batches`). Returns no columns."""
         schedule = _schedule(self._config, batch, self._config.algorithm.epochs)
-        return self._synced(self._group.update_supervised(batch, schedule), batch)
-
-    def _synced(self, updated: FutureBatch, batch: FutureBatch) -> FutureBatch:
-        """Moves the weights that an update on `batch` makes to the actor's rollout service, if it has one. Returns
-        `updated` with the calls of that transfer: they belong to the same step, which waits for them."""
-        if not self._receivers:
-            return updated
-        synced = self._group.sync_weights(self._receivers, step=self._step_of(batch))
-        return replace(updated, calls=(*updated.calls, *synced.calls))
+        updated = self._group.update_supervised(batch, schedule)
+        return _synced(updated, self._group, self._receivers, self._step_of(batch))
 
 
 class RewardModel:
@@ -195,22 +191,42 @@ class RewardModel:
 
 
 class Critic:
-    """The critic (value model) as an algorithm calls it: calls the critic's ranks with the options of the config."""
+    """The critic (value model) as an algorithm calls it: calls the critic's ranks with the options of the config.
 
-    def __init__(self, group: CriticGroup, config: Config) -> None:
+    Args:
+        group: Role group of the critic.
+        config: Configuration of the run.
+        step_of: Function that returns the step that calls on a batch belong to.
+        values: Role group of the values service that computes its values. It gets the weights after every update.
+            Default: the critic's own ranks compute them.
+    """
+
+    def __init__(
+        self,
+        group: CriticGroup,
+        config: Config,
+        step_of: Callable[[FutureBatch], StepContext],
+        values: ValuesGroup | None = None,
+    ) -> None:
         self._group = group
         self._config = config
+        self._step_of = step_of
+        self._values = values or group
+        self._receivers = [values] if values else []
 
     def compute_values(self, batch: FutureBatch) -> FutureBatch:
         """Computes column `values`: for each response token, the value of the state before it."""
-        return self._group.compute_values(batch)
+        return self._values.compute_values(batch)
 
     def update_critic(self, batch: FutureBatch) -> FutureBatch:
         """Updates the value model by `algorithm.value_loss`, in `critic_epochs` passes over the batch in mini-batches
         (see `Config.mini_batches`). Returns no columns."""
         algorithm = self._config.algorithm
         loss = value_loss(self._config)
-        return self._group.update_critic(batch, loss, _schedule(self._config, batch, algorithm.critic_epochs))
+        updated = self._group.update_critic(
+            batch, loss, _schedule(self._config, batch, algorithm.critic_epochs)
+        )
+        return _synced(updated, self._group, self._receivers, self._step_of(batch))
 
 
 class Reference:
@@ -224,6 +240,17 @@ class Reference:
         """Computes column ref_log_probs: the log-probability of each response token under the reference policy at
         `rollout.temperature`."""
         return self._group.compute_ref_log_prob(batch, self._config.rollout.temperature)
+
+
+def _synced(
+    updated: FutureBatch, source: RoleGroup, receivers: Sequence[RoleGroup], step: StepContext
+) -> FutureBatch:
+    """Moves the weights that an update makes to the services that receive them, if there are any. Returns `updated`
+    with the calls of that transfer: they belong to the same step, which waits for them."""
+    if not receivers:
+        return updated
+    synced = sync_weights(source, receivers, step=step)
+    return replace(updated, calls=(*updated.calls, *synced.calls))
 
 
 def _schedule(config: Config, batch: FutureBatch, epochs: int) -> actor_pb2.Schedule:

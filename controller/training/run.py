@@ -18,7 +18,14 @@ from controller.data.prompts import PromptData, TextData
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
-from controller.role_groups.roles import ActorGroup, CriticGroup, ReferenceGroup, RewardGroup, RolloutGroup
+from controller.role_groups.roles import (
+    ActorGroup,
+    CriticGroup,
+    ReferenceGroup,
+    RewardGroup,
+    RolloutGroup,
+    ValuesGroup,
+)
 from controller.tracking.metrics import Sample
 from controller.tracking.recorder import Recorder
 from controller.training.columns import ColumnReader, lengths_of
@@ -132,11 +139,14 @@ class Run:
         and the `Actor` whose responses it generates, anew after that. The service `rollout` has the weights of `actor`
         then; others get theirs by `Actor.sync_weights`."""
         self._cluster.reconnect(name)
-        self._cluster.fill_rollouts()
+        self._cluster.fill_receivers()
 
     def critic(self, name: str = "critic") -> Critic:
-        """Returns a `Critic` that calls service `name`; raises ConfigError as `group`."""
-        return Critic(self.group(name, CriticGroup), self.config)
+        """Returns a `Critic` that calls service `name`, and, for values, the values service that the configuration has
+        for it (`Config.valuers`); raises ConfigError as `group`."""
+        valuer = self.config.valuers.get(name)
+        values = self.group(valuer, ValuesGroup) if valuer else None
+        return Critic(self.group(name, CriticGroup), self.config, self.step_of, values)
 
     def reference(self, name: str = "reference") -> Reference:
         """Returns a `Reference` that calls service `name`, or the actor without its adapters where it is the reference.

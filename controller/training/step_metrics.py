@@ -25,19 +25,19 @@ class StepMetrics:
         steps: Number of finished steps.
         tokens: Number of tokens of all steps, prompts included.
         seconds: Duration of all steps in seconds, without evaluations.
-        policies: Actor whose weights a rollout service generates with, by service.
+        sources: Service whose weights another service computes with, by the other.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self.policies = {generator: actor for actor, generator in cluster.config.generators.items()}
+        self.sources = {receiver: source for source, receiver in cluster.config.receivers.items()}
         self.steps = 0
         self.tokens = 0
         self.seconds = 0.0
 
     def of(self, step: Step, seconds: float, left_out: dict[str, int]) -> dict[str, float]:
-        """Returns the metrics of a finished step, by name, and adds the step to the totals. The metrics of a rollout
-        service have the name of the actor whose responses it generates.
+        """Returns the metrics of a finished step, by name, and adds the step to the totals. The metrics of a service
+        that computes with the weights of another have the name of the other.
 
         Args:
             step: The finished step.
@@ -49,7 +49,7 @@ class StepMetrics:
         for record in step.records:
             if record.method in PARTS:
                 continue
-            name = self.policies.get(record.service, record.service)
+            name = self.sources.get(record.service, record.service)
             calls.setdefault((name, record.method), []).append(record)
             key = f"time/{self._stage(record)}_s"
             stages[key] = stages.get(key, 0.0) + record.ended_s - record.started_s

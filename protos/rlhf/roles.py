@@ -95,6 +95,15 @@ BUILT_IN: Mapping[str, RoleSpec] = {
             # response_ids and rollout_log_probs.
             response_token_bytes=ID_BYTES + FLOAT_BYTES,
         ),
+        RoleSpec(
+            "values",
+            "rlhf.v1.values_pb2:ValuesService",
+            "settings.values:ValuesTable",
+            "services.values.role:worker_class",
+            "controller.role_groups.roles:ValuesGroup",
+            # values.
+            response_token_bytes=FLOAT_BYTES,
+        ),
     )
 }
 """Roles of this project, by name."""

@@ -9,11 +9,11 @@ from services.compute.heads import value_head
 from services.compute.microbatch import MicroBatch
 from services.engines.base import LossFn
 from services.models.families import load_value_model
-from services.roles.columns import jagged_column, on_device, sequence_columns
+from services.roles.columns import jagged_column, on_device
 from services.roles.loss_options import ValueLossOptions, read_knobs, token_loss
 from services.roles.losses import aggregate
-from services.roles.micro_batching import per_token
 from services.roles.model_worker import ModelWorker
+from services.roles.values import response_values
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from settings.critic import CriticTable
@@ -41,9 +41,7 @@ class CriticWorker(ModelWorker):
     ) -> CallResult:
         """Implements ComputeValues: returns column "values", the value of the state in which each response token was
         chosen."""
-        sequences = sequence_columns(rows)
-        computed = self.forward(sequences, value_head, call)
-        return CallResult({"values": per_token(computed, lambda values_BR: values_BR, sequences[1].lengths)})
+        return response_values(self, rows, call)
 
     @register("3D_PROTO")
     def update_critic(

@@ -188,6 +188,14 @@ class ShardedEngine(TrainEngine):
             if shard.tensor.numel():
                 yield from ((each, shard) for each in (name, *self._tied_names.get(name, ())))
 
+    def shards_of(self, snapshot: Snapshot) -> Iterator[tuple[str, WeightShard]]:
+        """Yields name and shard of each weight in a snapshot of this engine, as `weight_shards`. Values that are
+        written to them are those that `restore` gives the engine."""
+        for key in self._kept:
+            shard = self._shard(key, snapshot.tensors[f"weight.{key}"])
+            if shard.tensor.numel():
+                yield key.partition(PART)[0], shard
+
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
         self.check_onloaded()
         with new_directory(directory, self.progressed) as partial:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from nccl_transfer.refs.weight_plans import WeightSlice
 from rlhf.errors import TransferError
+from services.roles.receiving_worker import Inbox
 from services.rollout.base import RolloutEngine
-from services.rollout_service.versions import Version, Versions
-from services.rollout_service.wanted import Piece, WantedWeights
+from services.rollout_service.wanted import WantedWeights
+from services.weights.receive import Piece
+from services.weights.versions import Version, Versions
 
 
-class WeightInbox:
+class WeightInbox(Inbox):
     """The way of weights into a rollout engine.
 
     Args:
@@ -33,17 +36,10 @@ class WeightInbox:
         self._buffer: dict[str, Tensor] = {}
         self._is_in_buffer = False
 
+    def slices(self) -> Sequence[WeightSlice]:
+        return self.wanted.slices()
+
     def receive(self, version: Version, pieces: Iterable[Piece]) -> int:
-        """Writes the pieces of all weights, which then wait for `commit`; returns their bytes.
-
-        Args:
-            version: The version of the weights.
-            pieces: Pieces of all slices that are wanted, each element once.
-
-        Raises:
-            TransferError: Pieces are missing. Whatever the error is: with a second buffer, or before the first piece,
-                the engine has the weights from before; otherwise none to generate with.
-        """
         coming = _Coming(pieces, self.versions.begin)
         if self._second_buffer:
             self.versions.begin()  # what has arrived before was in the buffer
@@ -59,12 +55,10 @@ class WeightInbox:
         return received
 
     def keep(self, version: Version) -> None:
-        """Notes that the weights that the engine has are also those of another transfer."""
         self._is_in_buffer = False
         self.versions.complete(version)
 
     def commit(self) -> None:
-        """Makes the weights that have arrived those that the engine generates with, if any have."""
         arrived = self.versions.arrived
         if arrived is not None and self._is_in_buffer:
             self.versions.clear()  # until all are loaded
@@ -73,10 +67,6 @@ class WeightInbox:
             self._buffer = _spare(buffer, before, self._engine.weight_memory())
             self.versions.complete(arrived)
         self.versions.commit()
-
-    def clear(self) -> None:
-        """Forgets all weights: the engine has none to generate with."""
-        self.versions.clear()
 
     def free_buffer(self) -> None:
         """Frees the second buffer until the next transfer, unless weights wait in it for their commit."""

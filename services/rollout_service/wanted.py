@@ -20,9 +20,7 @@ from services.storage.checkpoint import WeightShard
 from services.storage.layout import Layout
 from services.weights.copying import Values
 from services.weights.packing import slice_of
-
-Piece = tuple[WeightSlice, Values]
-"""A box of a tensor that has arrived, with its values."""
+from services.weights.receive import Piece
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from services.engines.base import TrainEngine
+from services.engines.sharded import ShardedEngine
 from services.models.families import load_causal_lm
 from services.storage.checkpoint import WeightShard
 
@@ -49,3 +51,22 @@ class SentWeights:
         counts = {name: torch.zeros_like(x, dtype=torch.int64) for name, x in exported.items()}
         assert covered(engine.weight_shards(), exported, counts) == []
         assert all(bool((each == 1).all()) for each in counts.values())
+
+    def test_weights_that_are_written_to_a_snapshot_are_there_when_it_is_restored(
+        self, task: Any, device: torch.device, tmp_path: Path
+    ):
+        engine = self.make_engine(task.directory, device)
+        if not isinstance(engine, ShardedEngine):
+            pytest.skip("the engine takes no weights of another service")
+        first = engine.snapshot()
+        task.step(engine)
+        sha256 = engine.export(tmp_path / "trained")
+        trained = [(name, shard.tensor.clone()) for name, shard in engine.shards_of(engine.snapshot())]
+        engine.restore(first)
+        assert engine.export(tmp_path / "first") != sha256
+        arriving = engine.snapshot()
+        for (name, values), (place, shard) in zip(trained, engine.shards_of(arriving), strict=True):
+            assert name == place
+            shard.tensor.copy_(values)
+        engine.restore(arriving)
+        assert engine.export(tmp_path / "received") == sha256

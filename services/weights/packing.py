@@ -51,7 +51,7 @@ class WeightPacker:
             InvalidRequest: The rank does not hold one of them; the message names it.
         """
         for each in slices:
-            tensor = self._find(each)
+            tensor = self.find(each)
             if dtype_name(tensor.dtype) != each.dtype:
                 raise InvalidRequest(
                     f"weight {each.name} is {dtype_name(tensor.dtype)} here, not {each.dtype}"
@@ -71,13 +71,13 @@ class WeightPacker:
             target = torch.frombuffer(part, dtype=getattr(torch, piece.slice.dtype))
             copy_values(
                 target.view(piece.slice.box.shape),
-                self._find(piece.slice),
+                self.find(piece.slice),
                 after=lambda elements, piece=piece: checksums.advance(piece.position(elements)),
             )
         return checksums.values
 
-    def _find(self, wanted: WeightSlice) -> Tensor:
-        """Returns a view of the values of a slice. Raises InvalidRequest if the rank does not hold it."""
+    def find(self, wanted: WeightSlice) -> Tensor:
+        """Returns a view of the values of a slice in the shards. Raises InvalidRequest if the rank does not hold it."""
         for box, tensor in self._shards.get(wanted.name, ()):
             if len(box.starts) == len(wanted.box.starts) and box.intersect(wanted.box) == wanted.box:
                 return tensor[wanted.box.within(box)]

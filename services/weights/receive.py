@@ -27,6 +27,8 @@ from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 from services.weights.copying import Values
 
 T = TypeVar("T")
+Piece = tuple[WeightSlice, Values]
+"""A box of a tensor that has arrived, with its values."""
 
 CHECK_S = 0.1
 """Seconds between two calls of `check` while a bucket is waited for."""
@@ -38,7 +40,7 @@ def receive(
     fetcher: Fetcher,
     deadline: float,
     check: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[WeightSlice, Values]]:
+) -> Iterator[Piece]:
     """Yields every element that a receiver lacks once, as boxes of tensors, in no order of names. At most two buckets
     of them are in this process's memory at a time. Their checksums are verified as they are copied.
 
@@ -103,7 +105,7 @@ class _ReadBucket:
         self.reading, self._verifier = reading, verifier
         self._verified = 0
 
-    def pieces(self) -> Iterator[tuple[WeightSlice, Values]]:
+    def pieces(self) -> Iterator[Piece]:
         """Yields the slices of the bucket and their values, which share its memory."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")

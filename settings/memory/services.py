@@ -17,6 +17,7 @@ from settings.reference import ReferenceTable
 from settings.reward import RewardTable
 from settings.rollout import RolloutServiceTable
 from settings.service import ServiceTable
+from settings.values import ValuesTable
 
 GIB = 1 << 30
 
@@ -44,6 +45,8 @@ def service_use(table: ServiceTable, *, on_gpu: bool, truncates: bool = False) -
             return _model_use(table, on_gpu, truncates)
         case RolloutServiceTable():
             raise NotPredicted("it has no training engine")
+        case ValuesTable():
+            raise NotPredicted("it receives weights beside those that it has")
         case _:
             raise NotPredicted(f"role {table.role} is a plug-in")
 

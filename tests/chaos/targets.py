@@ -41,9 +41,10 @@ RESULTS = {
     "reference": (("compute_ref_log_prob",), None),
     "reward": (("compare_pairs",), "update_reward"),
     "rollout": ((), None),
+    "values": ((), None),
 }
-"""Methods of a role with a model that return rows, and the one that changes its weights. A rollout service has no
-weights before an actor sends them."""
+"""Methods of a role with a model that return rows, and the one that changes its weights. Services of
+roles rollout and values have no weights before they receive them."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ def targets(
         "critic": ("critic", 1, learner),
         "reference": ("reference", 1, {"model": str(model), "micro_batch_tokens": 64}),
         "rollout": ("rollout", 2, {"model": str(model)}),
+        "values": ("values", 1, {"model": str(model), "micro_batch_tokens": 64}),
         "reward": ("reward", 1, {"function": "chaos.chaos_plugins:score"}),
         "scorer": ("reward", 1, {**learner, "kind": "model", "model": str(scorer)}),
     }

@@ -79,6 +79,11 @@ def valid_requests(role: str, words: Sequence[str]) -> Valid:
             "load_weights": (None, {"transfer": TRANSFER, "state_id": "a state"}),
             "commit_weights": (None, {"transfer": TRANSFER.id}),
         },
+        "values": {
+            "compute_values": (sequences, {}),
+            "load_weights": (None, {"transfer": TRANSFER, "state_id": "a state"}),
+            "commit_weights": (None, {"transfer": TRANSFER.id}),
+        },
         "reference": {"compute_ref_log_prob": (sequences, {"temperature": 1.0})},
         "reward": {
             "compute_reward": (None, {"text_rows": text_rows}),

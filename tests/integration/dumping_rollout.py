@@ -44,7 +44,7 @@ def worker_class(table: RolloutServiceTable) -> type[Worker]:
         @register("ONE_TO_ALL")
         def commit_weights(self, rows: CallRows, request, call: CallContext) -> CallResult:
             result = super().commit_weights(rows, request, call)
-            wanted = self._inbox.wanted
+            wanted = self._wanted
             tensors = self.given or self.rollout.weight_memory()
             shards = {
                 name: layout.shard(tensors[name], wanted.part) for name, layout in wanted.layouts.items()

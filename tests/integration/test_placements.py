@@ -40,6 +40,15 @@ def placed(config: Config, task: Task, tmp_path_factory: pytest.TempPathFactory)
         "actor": {"role": "actor", "ranks": 2, **learner},
         "rollout": {"role": "rollout", "ranks": 2, "model": task.model},
         "critic": {"role": "critic", **learner},
+        "values": {"role": "values", "model": task.model},
+        "cost_values": {
+            "role": "values",
+            "weights_of": "cost_critic",
+            "model": task.model,
+            "ranks": 2,
+            "engine": "3d",
+            "mesh": "1-2-1",
+        },
         "cost_critic": {"role": "critic", **learner},
         "reference": {"role": "reference", "model": task.model},
         "reward": {"role": "reward", "function": "toy_rewards:digit_mean"},
@@ -119,6 +128,30 @@ def check_placements(config: Config, placements: tuple[str, ...], directory: Pat
 @pytest.mark.slow
 def test_a_policy_is_the_same_where_another_service_generates(placed: Config, tmp_path: Path) -> None:
     check_placements(with_tables(placed, run={"steps": 2}), ("disaggregated",), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_critic_is_the_same_where_another_service_computes_its_values(
+    placed: Config, ahead: int, tmp_path: Path
+) -> None:
+    run = {"steps": 4, "evaluate_every": 0, "ahead": ahead}
+    alone = outcome(executed(on(placed, PPO, None, run=run), tmp_path / "alone"))
+    shadowed = on(placed, (*PPO, "values"), None, run=run)
+    done = executed(shadowed, tmp_path / "shadowed")
+    assert outcome(done) == alone
+    assert overlapping_calls(shadowed, done) == {False}
+
+
+@pytest.mark.slow
+def test_values_are_the_same_to_rounding_on_another_engine_and_mesh(placed: Config, tmp_path: Path) -> None:
+    names = ("actor", "critic", "cost_critic", "reference", "reward", "cost")
+    run = {"steps": 3, "evaluate_every": 0}
+    alone = outcome(executed(on(placed, names, None, run=run), tmp_path / "alone", "safe_rlhf"))
+    shadowed = on(placed, (*names, "cost_values"), None, run=run)
+    done = outcome(executed(shadowed, tmp_path / "shadowed", "safe_rlhf"))
+    for line, other in zip(done.metrics, alone.metrics, strict=True):
+        assert line == pytest.approx(other, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.full

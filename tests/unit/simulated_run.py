@@ -296,8 +296,8 @@ class Simulation:
         self.saver = Saver(self.every, self.states)
         if state:
             session.newest = StepContext(state["step"])
-        for actor, rollout in self.config.generators.items():
-            results(sync_weights(cluster.groups[actor], [cluster.groups[rollout]]).calls)
+        for source, receiver in self.config.receivers.items():
+            results(sync_weights(cluster.groups[source], [cluster.groups[receiver]]).calls)
         run = Run(
             self.config,
             load_data(self.config),

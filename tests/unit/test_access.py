@@ -33,6 +33,7 @@ CALL = {
     "reference/ComputeRefLogProb",
     *(f"reward/{name}" for name in ("ComparePairs", "ComputeReward", "UpdateReward")),
     *(f"rollout/{name}" for name in ("CommitWeights", "GenerateSequences", "LoadWeights")),
+    *(f"values/{name}" for name in ("CommitWeights", "ComputeValues", "LoadWeights")),
     *(f"worker/{name}" for name in ("BeginSession", "Cancel", "DescribeWeights", "Dispatch", "EndSession", "Introduce",
                                     "Offload", "Onload", "Release", "SendWeights", "Synchronize", "VerifyWeights")),
     *(f"transfer/{name}" for name in ("Fetch", "MarkCorrupt", "Put", "Spill", "TakeBucket", "TakeRelayed")),

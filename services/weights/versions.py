@@ -1,4 +1,4 @@
-"""Which weights a rank of a rollout service generates with, and which wait to replace them."""
+"""Which weights a rank that receives them computes with, and which wait to replace them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Versions:
         second_buffer: Whether weights arrive beside those that are served.
 
     Attributes:
-        served: The version to generate with; None if there is none, or no whole one.
+        served: The version to compute with; None if there is none, or no whole one.
         arrived: The version that a commit makes the served one; None if there is none.
     """
 
@@ -66,5 +66,5 @@ class Versions:
         self.served, self.arrived = self.arrived or self.served, None
 
     def clear(self) -> None:
-        """Forgets all versions: the memory of the weights has no values to generate with."""
+        """Forgets all versions: the memory of the weights has no values to compute with."""
         self.served = self.arrived = None

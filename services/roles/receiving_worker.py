@@ -1,0 +1,187 @@
+"""Base class of the roles whose weights come from another service."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from nccl_transfer.refs.weight_plans import WeightSlice, WeightTransfer
+from nccl_transfer.refs.wire_weights import slice_to_proto, transfer_from_proto
+from rlhf.errors import InvalidRequest, Refused
+from rlhf.v1 import rollout_pb2
+from services.roles.language_worker import LanguageWorker
+from services.roles.state_history import check_state_id
+from services.runtime.ranks import known_to_all
+from services.runtime.worker import CallContext, CallResult, CallRows, register, require
+from services.weights.receive import Piece, receive
+from services.weights.versions import Version, Versions
+
+_DIGITS = 1 << 20
+"""Ranks compare their versions by numbers below this, whose squares they can add up exactly in float64."""
+
+
+class Inbox(ABC):
+    """The way of received weights into the engine of a rank.
+
+    Attributes:
+        versions: The version that the engine has, and the one that has arrived.
+    """
+
+    versions: Versions
+
+    @abstractmethod
+    def slices(self) -> Sequence[WeightSlice]:
+        """Returns the slices of the checkpoint's tensors that the rank computes with."""
+
+    @abstractmethod
+    def receive(self, version: Version, pieces: Iterable[Piece]) -> int:
+        """Writes the pieces of all weights, which then wait for `commit`; returns their bytes.
+
+        Args:
+            version: The version of the weights.
+            pieces: Pieces of all slices that are wanted, each element once.
+
+        Raises:
+            TransferError: Pieces are missing. Whatever the error is: with a second buffer, or before the first piece,
+                the engine has the weights from before; otherwise none to compute with.
+        """
+
+    @abstractmethod
+    def keep(self, version: Version) -> None:
+        """Notes that the weights that the engine has are also those of another transfer."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Makes the weights that have arrived those that the engine computes with, if any have. Collective."""
+
+    @abstractmethod
+    def free_buffer(self) -> None:
+        """Frees the second buffer until the next transfer, unless weights wait in it for their commit."""
+
+    def clear(self) -> None:
+        """Forgets all weights: the engine has none to compute with."""
+        self.versions.clear()
+
+
+class ReceivingWorker(LanguageWorker):
+    """Worker of a role that computes with weights that it receives from the ranks of another service. Implements
+    DescribeWeights, LoadWeights and CommitWeights.
+
+    Attributes:
+        inbox: The way of the weights into the engine; a subclass sets it.
+    """
+
+    inbox: Inbox
+
+    @property
+    def state_id(self) -> str:
+        served = self.inbox.versions.served
+        return served.state_id if served else ""
+
+    def check_awake(self) -> None:
+        """Raises EngineOffloaded where the engine cannot take weights. Default: it can."""
+
+    @register("ONE_TO_ALL", collective=False)
+    def describe_weights(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        """Implements DescribeWeights: returns the slices that this rank computes with."""
+        return CallResult(fields={"slices": [slice_to_proto(each) for each in self.inbox.slices()]})
+
+    @register("ONE_TO_ALL", collective=False)
+    def load_weights(
+        self, rows: CallRows, request: rollout_pb2.LoadWeightsRequest, call: CallContext
+    ) -> CallResult:
+        """Implements LoadWeights: receives this rank's slices of the transfer, which wait for CommitWeights."""
+        require(request, "transfer")
+        check_state_id(request.state_id)
+        transfer = transfer_from_proto(request.transfer)
+        version = Version(transfer.id, transfer.policy_version, request.state_id)
+        self.check_awake()
+        own = self._own_index(transfer)
+        if not transfer.receivers[own].slices:
+            self._keep(version)
+            return CallResult()
+        self._check_slices(transfer, own)
+        pieces = receive(transfer, own, self.fetcher, call.deadline, check=call.check)
+        return CallResult(fields={"received_bytes": self.inbox.receive(version, pieces)})
+
+    @register("ONE_TO_ALL")
+    def commit_weights(
+        self, rows: CallRows, request: rollout_pb2.CommitWeightsRequest, call: CallContext
+    ) -> CallResult:
+        """Implements CommitWeights: computes with the weights of the transfer from now on, if all ranks have them."""
+        with self.ranks.together(call.peers_deadline):
+            require(request, "transfer")
+            self.check_awake()
+            self.inbox.versions.check_commit(request.transfer)
+        self.weight_check.before_load()
+        self.inbox.commit()
+        self.note_version()
+        return CallResult()
+
+    def forget_weights(self) -> None:
+        """Refuses to compute until weights are received again."""
+        self.inbox.clear()
+        self.note_version()
+
+    def note_version(self) -> None:
+        """Sets the policy version to that of the weights that are served."""
+        served = self.inbox.versions.served
+        self.policy_version = served.policy_version if served else 0
+
+    def check_served(self, call: CallContext) -> None:
+        """Raises Refused on every rank unless all ranks have weights of the same transfer. Collective."""
+        served = self.inbox.versions.served
+        numbers = _numbers(served) if served else [0, 0, 0]
+        sums = self.ranks.total(
+            [served is None, *numbers, *(number**2 for number in numbers)], call.peers_deadline
+        )
+        missing, totals, squares = sums[0], sums[1:4], sums[4:7]
+        if missing:
+            raise known_to_all(
+                Refused(
+                    f"{int(missing)} of {self.ranks.size} ranks have no whole weights to compute with: "
+                    "sync_weights first"
+                )
+            )
+        # Numbers are all the same where their variance is 0.
+        if any(self.ranks.size * int(q) != int(t) ** 2 for t, q in zip(totals, squares, strict=True)):
+            raise known_to_all(Refused("ranks have weights of different transfers: sync_weights again"))
+
+    def _own_index(self, transfer: WeightTransfer) -> int:
+        """Returns the index of this rank among the receivers of a transfer; raises InvalidRequest if it is none of
+        them."""
+        endpoint = self.ranks.endpoints[self.ranks.rank]
+        for index, receiver in enumerate(transfer.receivers):
+            if (receiver.endpoint.address, receiver.endpoint.epoch) == (endpoint.address, endpoint.epoch):
+                return index
+        raise InvalidRequest(f"transfer.receivers: {endpoint.address} is none of them")
+
+    def _keep(self, version: Version) -> None:
+        """Notes that the rank has the weights of a transfer already, which therefore sends it none. Raises Refused if
+        it has others."""
+        if not version.state_id or self.state_id != version.state_id:
+            raise Refused(
+                f"the transfer sends rank {self.ranks.rank} no weights, and it does not have those of policy version "
+                f"{version.policy_version}"
+            )
+        self.inbox.keep(version)
+
+    def _check_slices(self, transfer: WeightTransfer, own: int) -> None:
+        """Raises InvalidRequest unless a transfer has exactly the slices that this rank wants."""
+        wanted, comes = set(self.inbox.slices()), set(transfer.receivers[own].slices)
+        if wanted != comes:
+            odd = min(wanted ^ comes, key=lambda each: each.name)
+            raise InvalidRequest(
+                f"transfer.receivers[{own}]: not the slices of DescribeWeights; they differ in {odd.name}"
+            )
+
+
+def _numbers(version: Version) -> list[int]:
+    """Returns three numbers below _DIGITS that are the same for the same version, and for another one practically
+    never."""
+    digest = hashlib.sha256(
+        f"{version.transfer}\n{version.policy_version}\n{version.state_id}".encode()
+    ).digest()
+    return [int.from_bytes(digest[4 * i : 4 * i + 4]) % _DIGITS for i in range(3)]

@@ -1,0 +1,1 @@
+"""The values role: values of responses, with weights of a critic."""

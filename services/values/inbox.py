@@ -1,0 +1,77 @@
+"""Receives the weights of a transfer beside those of a training engine that only infers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from nccl_transfer.refs.weight_plans import WeightSlice
+from rlhf.errors import TransferError
+from services.engines.agreement import takes_effect
+from services.engines.base import Snapshot
+from services.engines.sharded import ShardedEngine
+from services.roles.receiving_worker import Inbox
+from services.storage.checkpoint import WeightShard
+from services.weights.packing import WeightPacker, slice_of
+from services.weights.receive import Piece
+from services.weights.versions import Version, Versions
+
+
+class EngineInbox(Inbox):
+    """The way of received weights into a training engine: they arrive in a snapshot, which a commit restores.
+
+    Args:
+        engine: Engine of this rank.
+    """
+
+    def __init__(self, engine: ShardedEngine) -> None:
+        self._engine = engine
+        self._wanted = [slice_of(name, shard) for name, shard in _once(engine.weight_shards())]
+        self._arriving: Snapshot | None = None
+        self._has_arrived = False
+        self.versions = Versions(second_buffer=True)
+
+    def slices(self) -> Sequence[WeightSlice]:
+        return self._wanted
+
+    def receive(self, version: Version, pieces: Iterable[Piece]) -> int:
+        self.versions.begin()
+        self._has_arrived = False
+        self._arriving = self._arriving or self._engine.snapshot()
+        places, received = WeightPacker(self._engine.shards_of(self._arriving)), 0
+        for piece, values in pieces:
+            values.copy_to(places.find(piece))
+            received += piece.nbytes
+        expected = sum(each.nbytes for each in self._wanted)
+        if received != expected:
+            raise TransferError(f"{received} bytes of weights have arrived, of {expected}")
+        self._has_arrived = True
+        self.versions.complete(version)
+        return received
+
+    def keep(self, version: Version) -> None:
+        self._has_arrived = False
+        self.versions.complete(version)
+
+    def commit(self) -> None:
+        arrived = self.versions.arrived
+        if arrived is not None and self._has_arrived:
+            assert self._arriving is not None
+            self.versions.clear()  # until all are restored
+            with takes_effect("taking the weights of a transfer"):
+                self._engine.restore(self._arriving)
+            self._has_arrived = False
+            self.versions.complete(arrived)
+        self.versions.commit()
+
+    def free_buffer(self) -> None:
+        if not self._has_arrived:
+            self._arriving = None
+
+
+def _once(shards: Iterable[tuple[str, WeightShard]]) -> Iterable[tuple[str, WeightShard]]:
+    """Yields each shard under the first of its names."""
+    seen: list[WeightShard] = []
+    for name, shard in shards:
+        if not any(shard is each for each in seen[-1:]):
+            seen.append(shard)
+            yield name, shard
