@@ -281,16 +281,14 @@ class Cluster:
         return found
 
     def _group(self, name: str, description: worker_pb2.DescribeResponse) -> RoleGroup:
-        clients = _clients(name, description, self.session.name)
+        of_what_learns = self.config.services[name].keeps_state or name in self.config.valuers.values()
+        parts = self._fan_out(name, description), description, self.config.devices_of(name)
         return group_type(description.role)(
-            FanOut(clients, description.epoch),
-            description,
-            self.config.devices_of(name),
-            self.session,
-            self._placement,
-            self._loop,
-            learns=self.config.services[name].keeps_state or name in self.config.valuers.values(),
+            *parts, self.session, self._placement, self._loop, learns=of_what_learns
         )
+
+    def _fan_out(self, name: str, description: worker_pb2.DescribeResponse) -> FanOut:
+        return FanOut(_clients(name, description, self.session.name), description.epoch)
 
     def _second_role(self, role: str, host: str) -> RoleGroup:
         """Makes the group of a second role that the ranks of service `host` serve beside their own.

@@ -18,9 +18,7 @@ from controller.data.prompt_source import PromptSource, no_template
 from controller.data.prompts import PromptData, TextData
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.group import RoleGroup
 from controller.role_groups.loop import Loop
-from controller.role_groups.roles import group_type
 from controller.simulation.clock import VirtualTimeLoop
 from controller.simulation.durations import Durations
 from controller.simulation.ranks import EPOCH, RankWork, SimulatedRank, SimulatedService
@@ -138,17 +136,9 @@ class SimulatedCluster(Cluster):
         for name, host in self.config.also_served.items():
             self._also_served[name] = self._second_role(name, host)
 
-    def _group(self, name: str, description: worker_pb2.DescribeResponse) -> RoleGroup:
+    def _fan_out(self, name: str, description: worker_pb2.DescribeResponse) -> FanOut:
         ranks = [SimulatedRank(self._services[name], rank) for rank in range(len(description.ranks))]
-        return group_type(description.role)(
-            FanOut(ranks, EPOCH),  # type: ignore[arg-type]
-            description,
-            self.config.devices_of(name),
-            self.session,
-            self._placement,
-            self._loop,
-            learns=self.config.services[name].keeps_state,
-        )
+        return FanOut(ranks, EPOCH)  # type: ignore[arg-type]
 
 
 class SimulatedRun(Run):

@@ -172,7 +172,7 @@ class ShardedEngine(TrainEngine):
         self.check_onloaded()
         weights = {f"weight.{name}": x.detach() for name, x in self._kept.items()}
         trained = set(self._trained_names) if self._adamw is not None else set()
-        for name, shard in self._shards({**weights, **self._state()}).items():
+        for name, shard in self.shards({**weights, **self._state()}).items():
             yield held_shard(name, shard, learns=_weight_name(name) in trained)
         yield from self._copies()
 
@@ -187,14 +187,6 @@ class ShardedEngine(TrainEngine):
             shard, name = self._shard(key, x.detach()), key.partition(PART)[0]
             if shard.tensor.numel():
                 yield from ((each, shard) for each in (name, *self._tied_names.get(name, ())))
-
-    def shards_of(self, snapshot: Snapshot) -> Iterator[tuple[str, WeightShard]]:
-        """Yields name and shard of each weight in a snapshot of this engine, as `weight_shards`. Values that are
-        written to them are those that `restore` gives the engine."""
-        for key in self._kept:
-            shard = self._shard(key, snapshot.tensors[f"weight.{key}"])
-            if shard.tensor.numel():
-                yield key.partition(PART)[0], shard
 
     def save(self, directory: Path, scalars: Scalars = NO_SCALARS) -> None:
         self.check_onloaded()
@@ -222,7 +214,7 @@ class ShardedEngine(TrainEngine):
     def _file_content(self) -> Tensor:
         """Returns a copy of what this rank writes to a checkpoint, as `file_content`."""
         own = {name: x for name, x in self._state().items() if self._is_primary(_weight_name(name))}
-        content = file_content(self._shards(own), self._file_memory.take)
+        content = file_content(self.shards(own), self._file_memory.take)
         wait_for_copies([self.device])
         return content
 
@@ -232,7 +224,7 @@ class ShardedEngine(TrainEngine):
             stored = readable_path(directory)
             num_ranks, scalars = read_manifest(stored)
             tensors = {name: torch.zeros_like(x, device="cpu") for name, x in self._state().items()}
-            read_shards(stored, num_ranks, self._shards(tensors), self.progressed)
+            read_shards(stored, num_ranks, self.shards(tensors), self.progressed)
             loaded = Snapshot(int(scalars[NUM_STEPS]), tensors)
         with takes_effect("loading a checkpoint"):
             self.restore(loaded)
@@ -250,7 +242,7 @@ class ShardedEngine(TrainEngine):
                 for name, x in self._state().items()
                 if name.startswith("weight.")
             }
-            self._read_first_values({_weight_name(name): x for name, x in self._shards(weights).items()})
+            self._read_first_values({_weight_name(name): x for name, x in self.shards(weights).items()})
         with takes_effect("taking the model directory's weights"):
             self.restore(Snapshot(0, state | weights))
             self._has_first_values = True
@@ -308,9 +300,18 @@ class ShardedEngine(TrainEngine):
             for moments in self._adamw.state.values():
                 moments["step"].fill_(num_steps)
 
-    def _shards(self, state: Mapping[str, Tensor]) -> dict[str, WeightShard]:
-        """Returns a `WeightShard` of each tensor, which are given by name as `_state` returns them; not copies."""
+    def shards(self, state: Mapping[str, Tensor]) -> dict[str, WeightShard]:
+        """Returns a `WeightShard` of each tensor, which are given by name as in a snapshot; not copies."""
         return {name: self._shard(_weight_name(name), x) for name, x in state.items()}
+
+
+def snapshot_weights(engine: ShardedEngine, snapshot: Snapshot) -> Iterator[tuple[str, WeightShard]]:
+    """Yields name and shard of each weight in a snapshot of an engine, tied ones by their first name. Values that are
+    written to them are those that `restore` gives the engine."""
+    weights = {name: x for name, x in snapshot.tensors.items() if name.startswith("weight.")}
+    for name, shard in engine.shards(weights).items():
+        if shard.tensor.numel():
+            yield _weight_name(name).partition(PART)[0], shard
 
 
 def held_shard(name: str, shard: WeightShard, *, learns: bool) -> HeldTensor:

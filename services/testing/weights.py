@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.engines.base import TrainEngine
-from services.engines.sharded import ShardedEngine
+from services.engines.sharded import ShardedEngine, snapshot_weights
 from services.models.families import load_causal_lm
 from services.storage.checkpoint import WeightShard
 
@@ -61,11 +61,13 @@ class SentWeights:
         first = engine.snapshot()
         task.step(engine)
         sha256 = engine.export(tmp_path / "trained")
-        trained = [(name, shard.tensor.clone()) for name, shard in engine.shards_of(engine.snapshot())]
+        trained = [
+            (name, shard.tensor.clone()) for name, shard in snapshot_weights(engine, engine.snapshot())
+        ]
         engine.restore(first)
         assert engine.export(tmp_path / "first") != sha256
         arriving = engine.snapshot()
-        for (name, values), (place, shard) in zip(trained, engine.shards_of(arriving), strict=True):
+        for (name, values), (place, shard) in zip(trained, snapshot_weights(engine, arriving), strict=True):
             assert name == place
             shard.tensor.copy_(values)
         engine.restore(arriving)

@@ -8,9 +8,8 @@ from nccl_transfer.refs.weight_plans import WeightSlice
 from rlhf.errors import TransferError
 from services.engines.agreement import takes_effect
 from services.engines.base import Snapshot
-from services.engines.sharded import ShardedEngine
+from services.engines.sharded import ShardedEngine, snapshot_weights
 from services.roles.receiving_worker import Inbox
-from services.storage.checkpoint import WeightShard
 from services.weights.packing import WeightPacker, slice_of
 from services.weights.receive import Piece
 from services.weights.versions import Version, Versions
@@ -25,8 +24,9 @@ class EngineInbox(Inbox):
 
     def __init__(self, engine: ShardedEngine) -> None:
         self._engine = engine
-        self._wanted = [slice_of(name, shard) for name, shard in _once(engine.weight_shards())]
-        self._arriving: Snapshot | None = None
+        self._arriving: Snapshot | None = engine.snapshot()
+        weights = snapshot_weights(engine, self._arriving)
+        self._wanted = [slice_of(name, shard) for name, shard in weights]
         self._has_arrived = False
         self.versions = Versions(second_buffer=True)
 
@@ -37,7 +37,7 @@ class EngineInbox(Inbox):
         self.versions.begin()
         self._has_arrived = False
         self._arriving = self._arriving or self._engine.snapshot()
-        places, received = WeightPacker(self._engine.shards_of(self._arriving)), 0
+        places, received = WeightPacker(snapshot_weights(self._engine, self._arriving)), 0
         for piece, values in pieces:
             values.copy_to(places.find(piece))
             received += piece.nbytes
@@ -66,12 +66,3 @@ class EngineInbox(Inbox):
     def free_buffer(self) -> None:
         if not self._has_arrived:
             self._arriving = None
-
-
-def _once(shards: Iterable[tuple[str, WeightShard]]) -> Iterable[tuple[str, WeightShard]]:
-    """Yields each shard under the first of its names."""
-    seen: list[WeightShard] = []
-    for name, shard in shards:
-        if not any(shard is each for each in seen[-1:]):
-            seen.append(shard)
-            yield name, shard

@@ -125,7 +125,7 @@ def wrong_parts(
         names.add("model.embed_tokens.weight")
     if stage == mesh.pipeline - 1:
         names |= {"model.norm.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"}
-    shards = engine._shards({f"weight.{name}": x for name, x in engine._kept.items()})
+    shards = engine.shards({f"weight.{name}": x for name, x in engine._kept.items()})
     kept = {name.removeprefix("weight."): shard.tensor for name, shard in shards.items()}
     wrong = names ^ kept.keys()
     for name in names & kept.keys():

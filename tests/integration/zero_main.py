@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def whole(engine: ZeROEngine, parts: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors that lie as the engine's weights, whole on every rank: all boxes of all ranks, added up."""
     tensors: dict[str, Tensor] = {}
-    for name, shard in engine._shards({f"weight.{name}": x for name, x in parts.items()}).items():
+    for name, shard in engine.shards({f"weight.{name}": x for name, x in parts.items()}).items():
         box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.tensor.shape, strict=True))
         plain_name = name.removeprefix("weight.").partition("#")[0]
         tensors.setdefault(plain_name, shard.tensor.new_zeros(shard.whole))[box] += shard.tensor

@@ -37,6 +37,8 @@ ROLLOUT = (
     'services.rollout={role="rollout",address="127.0.0.1:7199",device="cpu",model="runs/arithmetic/model"}'
 )
 """Setting that gives a config a rollout service, which generates for its actor."""
+VALUES = 'services.values={role="values",address="127.0.0.1:7198",device="cpu",model="runs/arithmetic/model"}'
+"""Setting that gives a config a values service, which computes the values of its critic."""
 QUICKSTARTS = Path(__file__).parent.parent.parent / "deploy" / "quickstart"
 
 
@@ -291,7 +293,7 @@ class Simulation:
                 session,
                 cluster._placement,
                 cluster._loop,
-                learns=table.keeps_state,
+                learns=table.keeps_state or name in self.config.valuers.values(),
             )
         self.saver = Saver(self.every, self.states)
         if state:

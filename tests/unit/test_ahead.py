@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.simulated_run import QUICKSTARTS, ROLLOUT, Entry, Simulation, Weather, simulate
+from unit.simulated_run import QUICKSTARTS, ROLLOUT, VALUES, Entry, Simulation, Weather, simulate
 
 from controller import algorithms
 from controller.algorithms.grpo import compute_advantage
@@ -196,6 +196,17 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_happened(name: str, t
         assert rest.notes.metrics == later
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_values_of_a_service_of_their_own_are_those_of_the_critic(ahead: int, tmp_path: Path) -> None:
+    settings = (f"run.ahead={ahead}", "run.steps=4", "run.evaluate_every=0")
+    alone = simulate(tmp_path, "ppo", *settings)
+    stormy = Weather(seed=5, longest_s=0.003)
+    placed = simulate(tmp_path, "ppo", *settings, VALUES, weather=stormy)
+    assert placed.notes.metrics == alone.notes.metrics
+    assert {name: placed.states()[name] for name in alone.states()} == alone.states()
+    assert {entry.service for entry in placed.log if entry.method == "compute_values"} == {"values"}
+
+
 def random_run(directory: Path, seed: int, *, fails: bool) -> None:
     """A run of a random algorithm on random pools, with random delays, that has the results of one without delays; or
     one of whose calls fails, with the error of the call."""
@@ -213,7 +224,8 @@ def random_run(directory: Path, seed: int, *, fails: bool) -> None:
         f"run.steps={chosen.randint(2, 5)}",
         f"run.evaluate_every={chosen.randint(0, 3)}",
     ]
-    table += [*rollout, *pools, *placed]
+    values = [VALUES] if "critic" in roles and chosen.random() < 0.5 else []
+    table += [*rollout, *values, *pools, *placed]
     calm = simulate(directory, name, *table, every=every)
     check_rows(calm, ahead)
     weather = Weather(seed, 0.003, chosen.randint(1, len(calm.log)) if fails else 0)
