@@ -78,7 +78,10 @@ class LaunchedServices:
         `error` itself where it reports none.
 
         The launcher reports a lost service before it stops the others, so an error that follows from this has its
-        cause in the log. A ServiceLost may come before the report: up to `EXPLAIN_TIMEOUT_S` are waited for it."""
+        cause in the log. A ServiceLost may come before the report: up to `EXPLAIN_TIMEOUT_S` are waited for it. A
+        DeadlineExceeded names a rank that is stuck, from which a report may follow but not the other way round."""
+        if isinstance(error, DeadlineExceeded):
+            return error
         deadline = time.monotonic() + (EXPLAIN_TIMEOUT_S if isinstance(error, ServiceLost) else 0.0)
         while not (cause := self._cause()) and time.monotonic() < deadline:
             time.sleep(POLL_S)

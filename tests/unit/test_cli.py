@@ -12,7 +12,15 @@ import pytest
 from controller import algorithms, cli, job, opening
 from controller.config.config import load
 from controller.launch import LaunchedServices
-from rlhf.errors import ConfigError, InvalidRequest, RlhfError, ServiceLost, from_status, to_status
+from rlhf.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    RlhfError,
+    ServiceLost,
+    from_status,
+    to_status,
+)
 
 QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
 WHERE = {"service": "actor", "rank": "1"}
@@ -54,6 +62,8 @@ def test_an_error_that_follows_from_a_lost_service_has_the_launchers_cause_in_fr
     monkeypatch.setattr(sys, "executable", str(program))
     with LaunchedServices(load(QUICKSTART, ()), QUICKSTART, tmp_path) as services:
         said = services.explain(RlhfError("reference rank 0 ComputeRefLogProb: shard 9 was released"))
+        stuck = DeadlineExceeded("actor rank 1 GenerateSequences: its process is stopped or stuck")
+        assert services.explain(stuck) is stuck
     assert isinstance(said, ServiceLost)
     assert str(said) == (
         "service critic: was killed by SIGKILL; reference rank 0 ComputeRefLogProb: shard 9 was released"
