@@ -197,8 +197,8 @@ class Critic:
         group: Role group of the critic.
         config: Configuration of the run.
         step_of: Function that returns the step that calls on a batch belong to.
-        values: Role group of the values service that computes its values. It gets the weights after every update.
-            Default: the critic's own ranks compute them.
+        values: Role group that computes its values: `group` itself, or that of a values service, which gets the weights
+            after every update.
     """
 
     def __init__(
@@ -206,13 +206,13 @@ class Critic:
         group: CriticGroup,
         config: Config,
         step_of: Callable[[FutureBatch], StepContext],
-        values: ValuesGroup | None = None,
+        values: ValuesGroup,
     ) -> None:
         self._group = group
         self._config = config
         self._step_of = step_of
-        self._values = values or group
-        self._receivers = [values] if values else []
+        self._values = values
+        self._receivers = [] if values is group else [values]
 
     def compute_values(self, batch: FutureBatch) -> FutureBatch:
         """Computes column `values`: for each response token, the value of the state before it."""

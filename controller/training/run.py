@@ -142,10 +142,9 @@ class Run:
         self._cluster.fill_receivers()
 
     def critic(self, name: str = "critic") -> Critic:
-        """Returns a `Critic` that calls service `name`, and, for values, the values service that the configuration has
-        for it (`Config.valuers`); raises ConfigError as `group`."""
-        valuer = self.config.valuers.get(name)
-        values = self.group(valuer, ValuesGroup) if valuer else None
+        """Returns a `Critic` that calls service `name`, and, for values, the service that the configuration has for it
+        (`Config.valuers`); raises ConfigError as `group`."""
+        values = self.group(self.config.valuers.get(name, name), ValuesGroup)
         return Critic(self.group(name, CriticGroup), self.config, self.step_of, values)
 
     def reference(self, name: str = "reference") -> Reference:

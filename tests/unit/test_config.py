@@ -67,7 +67,7 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
         ),
         (
             "services.judge.ranks=2",
-            r"services\.judge\.role: required, and not given: actor, critic, reference, reward, rollout, or module:obj",
+            r"services\.judge\.role: required, and not given: actor, critic, reference, reward, rollout, values, or mo",
         ),
         (
             "services.actor.engine='fdsp'",

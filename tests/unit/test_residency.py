@@ -166,7 +166,7 @@ def test_a_move_that_fails_ends_the_run_with_its_error(tmp_path: Path) -> None:
 def test_a_rollout_service_is_refused_on_a_device_that_others_use() -> None:
     config = Path(__file__).parents[2] / "deploy" / "quickstart" / "disaggregated.toml"
     with pytest.raises(
-        ConfigError, match=r"device_memory_gb: services\.rollout generates with weights of anot"
+        ConfigError, match=r"device_memory_gb: services\.rollout computes with weights of anot"
     ):
         load(config, ("placement=colocate", "device_memory_gb=80"))
     assert load(config, ("placement=standalone", "device_memory_gb=80")).device_memory_gb == 80

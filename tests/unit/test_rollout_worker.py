@@ -20,7 +20,7 @@ from nccl_transfer.rows import FetchedRows
 from rlhf.errors import InvalidRequest, Refused, TransferError
 from rlhf.v1 import actor_pb2, common_pb2, rollout_pb2, weights_pb2, worker_pb2
 from services.actor.worker import ActorWorker
-from services.rollout_service import worker as module
+from services.roles import receiving_worker as module
 from services.rollout_service.wanted import weight_shards, whole_weights
 from services.rollout_service.worker import RolloutWorker
 from services.runtime.ranks import Ranks
