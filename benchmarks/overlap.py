@@ -1,9 +1,11 @@
-"""Time of a step with a slow reward, with and without overlapping steps (`run.ahead`).
+"""Time of a step with a slow reward: one step after another, with overlapping steps (`run.ahead`), and with rows in
+chunks (`rollout.chunks`).
 
-GRPO on the quickstart's task with a reward that sleeps, about as long as the update of the policy takes. Three runs:
-a reward that answers at once, the slow reward with `ahead = 0`, and with `ahead = 1`. The share of the wait that
-overlapping hides is (slow - ahead) / (slow - fast), by the medians of the steps. On a machine whose speed changes from
-run to run, look at the share of the reward's time in which the actor computes, from the timeline of each run alone.
+GRPO on the quickstart's task with a reward that sleeps at each row, in all about as long as the update of the policy
+takes. Four runs: a reward that answers at once, and the slow reward with neither, with `ahead = 1`, and with chunks.
+The share of the wait that is hidden is (slow - it) / (slow - fast), by the medians of the steps. On a machine whose
+speed changes from run to run, look at the share of the reward's time in which the actor computes, from the timeline of
+each run alone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import statistics
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,15 @@ def slow(prompt: str, response: str, ground_truth: str, metadata: Any) -> float:
     return float(response.strip() == ground_truth)
 
 
-def tables(task: Path, directory: Path, steps: int, rows: int, ahead: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Timing:
+    """What overlaps in a run: `run.ahead` and `rollout.chunks`."""
+
+    ahead: int = 0
+    chunks: int = 1
+
+
+def tables(task: Path, directory: Path, steps: int, rows: int, tokens: int, timing: Timing) -> dict[str, Any]:
     """Configuration of a run of GRPO."""
     learner = {
         "model": str(task / "model"),
@@ -50,18 +61,18 @@ def tables(task: Path, directory: Path, steps: int, rows: int, ahead: int) -> di
     }
     return {
         "run": {
-            "name": f"ahead-{ahead}",
+            "name": f"ahead-{timing.ahead}-chunks-{timing.chunks}",
             "directory": str(directory),
             "steps": steps,
             "evaluate_every": 0,
-            "ahead": ahead,
+            "ahead": timing.ahead,
         },
         "data": {
             "train": str(task / "train.jsonl"),
             "heldout": str(task / "heldout.jsonl"),
             "prompts_per_step": rows // 4,
         },
-        "rollout": {"max_response_tokens": 4, "samples_per_prompt": 4},
+        "rollout": {"max_response_tokens": tokens, "samples_per_prompt": 4, "chunks": timing.chunks},
         "algorithm": {"mini_batch_size": rows // 4, "kl_loss_coefficient": 0.0},
         "services": {
             name: {**table, "address": f"127.0.0.1:{free_port()}"} for name, table in services.items()
@@ -90,53 +101,63 @@ def beside(run_dir: Path) -> float:
     return both / sum(end - begin for begin, end in spans["reward"])
 
 
-def measured(task: Path, directory: Path, steps: int, rows: int, ahead: int, wait_s: float) -> dict[str, Any]:
-    """Runs and returns the median time of a step, and of its update, in seconds."""
+def measured(
+    task: Path, directory: Path, steps: int, rows: int, tokens: int, timing: Timing, wait_s: float
+) -> dict[str, Any]:
+    """Runs and returns the median times of a step and of its calls, in seconds."""
     os.environ[WAIT] = str(wait_s / rows)
     # The held-out rows are scored by the same function, and are not timed.
-    done = run(tables(task, directory, steps, rows, ahead), "grpo", launch=True)
+    done = run(tables(task, directory, steps, rows, tokens, timing), "grpo", launch=True)
     lines = done.metrics[1 + WARM_UP :]
+    times = {"step_s": "step", "update_s": "update_actor", "reward_s": "compute_reward"}
+    times |= {"generate_s": "generate_sequences", "log_prob_s": "compute_log_prob"}
     return {
-        "ahead": ahead,
+        **asdict(timing),
         "wait_s": wait_s,
-        "step_s": statistics.median(line["time/step_s"] for line in lines),
-        "update_s": statistics.median(line["time/update_actor_s"] for line in lines),
-        "reward_s": statistics.median(line["time/compute_reward_s"] for line in lines),
+        **{key: statistics.median(line[f"time/{name}_s"] for line in lines) for key, name in times.items()},
         "beside_actor": beside(done.directory),
         "staleness": lines[-1].get("staleness/mean", 0.0),
         "reward_mean": lines[-1]["reward/mean"],
+        "response_tokens": lines[-1]["response/length_mean"],
     }
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--steps", default=18, show_default=True, type=click.IntRange(WARM_UP + 2))
 @click.option("--rows", default=512, show_default=True, type=click.IntRange(16))
+@click.option("--tokens", default=4, show_default=True, type=click.IntRange(1), help="Longest response.")
+@click.option("--chunks", default=4, show_default=True, type=click.IntRange(2))
 @json_option
-def main(steps: int, rows: int, json_path: Path | None) -> None:
-    """Time the steps of runs with a slow reward, one after another and overlapping."""
+def main(steps: int, rows: int, tokens: int, chunks: int, json_path: Path | None) -> None:
+    """Time the steps of runs with a slow reward: one after another, overlapping, and with rows in chunks."""
     before = circumstances()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         build(directory / "task", Recipe(max_steps=20))
-        fast = measured(directory / "task", directory / "runs", steps, rows, 0, 0.0)
+
+        def timed(timing: Timing, wait_s: float) -> dict[str, Any]:
+            return measured(directory / "task", directory / "runs", steps, rows, tokens, timing, wait_s)
+
+        fast = timed(Timing(), 0.0)
         wait_s = fast["update_s"]
-        runs = [
-            fast,
-            *(
-                measured(directory / "task", directory / "runs", steps, rows, ahead, wait_s)
-                for ahead in (0, 1)
-            ),
-        ]
-    plain, waits, overlaps = (each["step_s"] for each in runs)
-    hidden = (waits - overlaps) / (waits - plain)
-    table = Table(
-        "run.ahead", "reward s", "update s", "step s", "reward beside actor", title="Median of a step"
-    )
+        slow, overlapping, in_chunks = (
+            timed(each, wait_s) for each in (Timing(), Timing(ahead=1), Timing(chunks=chunks))
+        )
+    hidden = {
+        name: (slow["step_s"] - each["step_s"]) / (slow["step_s"] - fast["step_s"])
+        for name, each in (("ahead", overlapping), ("chunks", in_chunks))
+    }
+    runs = [fast, slow, overlapping, in_chunks]
+    columns = ("generate_s", "log_prob_s", "reward_s", "update_s", "step_s")
+    table = Table("run.ahead", "rollout.chunks", *columns, "reward beside actor", title="Median of a step")
     for each in runs:
-        figures = (f"{each[key]:.3f}" for key in ("reward_s", "update_s", "step_s"))
-        table.add_row(str(each["ahead"]), *figures, f"{each['beside_actor']:.0%}")
+        figures = (f"{each[key]:.3f}" for key in columns)
+        table.add_row(str(each["ahead"]), str(each["chunks"]), *figures, f"{each['beside_actor']:.0%}")
     console().print(table)
-    console().print(f"hidden: {hidden:.0%} of the wait (at least 80 %)")
+    console().print(
+        f"hidden of the wait: {hidden['ahead']:.0%} with ahead (at least 80 %), {hidden['chunks']:.0%} with chunks "
+        "(at least 50 %)"
+    )
     write_json(json_path, {"before": before, "after": circumstances(), "runs": runs, "hidden": hidden})
 
 

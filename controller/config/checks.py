@@ -213,6 +213,15 @@ def check_segments(run: RunTable, rollout: RolloutTable) -> None:
         )
 
 
+def check_chunks(data: DataTable, rollout: RolloutTable) -> None:
+    """Raises ValueError where there are more chunks of rows than prompts, whose responses stay together."""
+    if rollout.chunks > data.prompts_per_step:
+        raise ValueError(
+            f"rollout.chunks: {rollout.chunks} is more than data.prompts_per_step, {data.prompts_per_step}: the "
+            "responses to a prompt are in one chunk"
+        )
+
+
 def check_ahead(run: RunTable, algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
     """Raises ValueError where steps overlap (`run.ahead`), and the update would not know the policy that it clips
     around or the one that generated the rows: log-probabilities are not recomputed, or top_k or top_p truncate

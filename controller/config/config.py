@@ -145,6 +145,7 @@ class Config(Strict):
         checks.check_best(self.checkpoint, self.run)
         checks.check_ahead(self.run, self.algorithm, self.rollout)
         checks.check_segments(self.run, self.rollout)
+        checks.check_chunks(self.data, self.rollout)
         return self
 
 

@@ -10,22 +10,24 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from client.fanout import FanOut
 from client.rank import WORKER
 from client.session import AFTER_UPDATES, Session, StepContext
 from controller.role_groups.call import Callee, GroupCall
+from controller.role_groups.chunked_call import column_of, is_row_wise, record_of
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.futures import Promise, awaited, lateness_of, pass_on, then
+from controller.role_groups.futures import Promise, awaited, lateness_of, pass_on
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Place, Placement
-from nccl_transfer.refs.batch import Batch, Column
+from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.wire_ranks import endpoint_from_proto, mesh_from_proto
 from rlhf.contract import Method, group_methods
 from rlhf.errors import DeadlineExceeded, InvalidRequest
-from rlhf.v1 import worker_pb2
+from rlhf.v1 import common_pb2, worker_pb2
 
 G = TypeVar("G", bound="RoleGroup")
 T = TypeVar("T")
@@ -117,6 +119,9 @@ class RoleGroup:
         the order of calls when the gate is opened, if the service learns and the method does not generate, or an input
         comes from such a call.
 
+        Where rows are in chunks (`FutureBatch.in_chunks`) and the method computes each row by itself, the call is sent
+        in one call for each chunk, which enter the order of calls one after another.
+
         Args:
             name: Python name of the method.
             batch: Rows of the call; only the columns that the method declares are sent. Default: no rows.
@@ -134,21 +139,36 @@ class RoleGroup:
         batch = batch or FutureBatch(0, {})
         inputs = inputs_of(self.name, method, batch)
         step = self.session.step_of(batch.step)
-        header = self.session.header(step, self.name, name)
-
-        def begin() -> Future[tuple[Batch, CallRecord]]:
-            with self._placement.turn([self.ranks.service], name, step) as moved:
-                longest_s = 2 * self.session.time_of(name) + LATE_S
-                place = self._placement.enter(self._devices, self.ranks, longest_s)
-                call = GroupCall(self._callee, method, header, inputs, options, step, place, moved)
-                return self._loop.start(call.run(self.running))
-
         if self._learns and method.takes_rows and name != GENERATES:
             lateness = AFTER_UPDATES
-        result = _begun(begin, step, max(lateness, lateness_of(inputs.columns.values())))
+        chunks = inputs.chunks() if is_row_wise(method) else [inputs]
+        headers = self.session.headers(step, self.name, name, len(chunks))
+        made: list[Future[tuple[Batch, CallRecord]]] = []
+        first_row = 0
+        for header, chunk in zip(headers, chunks, strict=True):
+            begin = partial(self._begin, method, header, chunk, options, step, first_row)
+            made.append(_begun(begin, step, max(lateness, lateness_of(chunk.columns.values()))))
+            first_row += chunk.rows
+        sizes = [chunk.rows for chunk in chunks]
         expected = method.outputs if outputs is None else outputs
-        columns = {column: _column_of(result, column) for column in expected}
-        return FutureBatch(batch.rows, columns, (_record_of(result),), batch.step)
+        columns = {column: column_of(self._callee, made, sizes, column) for column in expected}
+        return FutureBatch(batch.rows, columns, (record_of(self._callee, made, method),), batch.step)
+
+    def _begin(
+        self,
+        method: Method,
+        header: common_pb2.Call,
+        inputs: FutureBatch,
+        options: dict[str, Any],
+        step: StepContext,
+        first_row: int,
+    ) -> Future[tuple[Batch, CallRecord]]:
+        """Enters a call into the order of calls and starts it. Arguments as of a `GroupCall`."""
+        name = method.snake_name
+        with self._placement.turn([self.ranks.service], name, step) as moved:
+            place = self._placement.enter(self._devices, self.ranks, 2 * self.session.time_of(name) + LATE_S)
+            call = GroupCall(self._callee, method, header, inputs, options, step, place, moved, first_row)
+            return self._loop.start(call.run(self.running))
 
     def call_with(
         self,
@@ -337,11 +357,3 @@ def inputs_of(service: str, method: Method, batch: FutureBatch) -> FutureBatch:
             f"{service}.{method.snake_name} needs columns {missing}; the batch has {sorted(batch.columns)}"
         )
     return batch.select([c for c in (*method.inputs, *method.optional_inputs) if c in batch])
-
-
-def _column_of(result: Future[tuple[Batch, CallRecord]], name: str) -> Future[Column]:
-    return then(result, lambda made: made[0][name])
-
-
-def _record_of(result: Future[tuple[Batch, CallRecord]]) -> Future[CallRecord]:
-    return then(result, lambda made: made[1])

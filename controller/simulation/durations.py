@@ -90,7 +90,8 @@ def measured(run_dir: Path, services: Sequence[str]) -> Durations:
 
 
 def _calls(run_dir: Path) -> list[tuple[str, str, int, float]]:
-    """Returns (service, method, step, seconds) of each call of a timeline, in the order of their begin."""
+    """Returns (service, method, step, seconds) of each call of a timeline, in the order of their begin. One whose rows
+    were sent in chunks is one call, with the seconds of all."""
     found = []
     try:
         for name in (EARLIER_FILE, TIMELINE_FILE):
@@ -98,11 +99,21 @@ def _calls(run_dir: Path) -> list[tuple[str, str, int, float]]:
                 found += _calls_of(read_events(run_dir / name))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"--times {run_dir}: not the directory of a run with a timeline: {error}") from None
-    return [call for _, call in sorted(found)]
+    calls: list[tuple[str, str, int, float]] = []
+    last: dict[tuple[str, str, int], int] = {}
+    for _, call, chunk in sorted(found):
+        if chunk and call[:3] in last:
+            whole = calls[last[call[:3]]]
+            calls[last[call[:3]]] = (*call[:3], whole[3] + call[3])
+        else:
+            last[call[:3]] = len(calls)
+            calls.append(call)
+    return calls
 
 
-def _calls_of(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, tuple[str, str, int, float]]]:
-    """Returns the calls of the controller's tracks, each after its begin in microseconds."""
+def _calls_of(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, tuple[str, str, int, float], int]]:
+    """Returns the calls of the controller's tracks, each after its begin in microseconds, and before the number of its
+    chunk."""
     tracks = {
         (event["pid"], event["tid"]): re.sub(r" \(\d+\)$", "", event["args"]["name"])
         for event in events
@@ -118,6 +129,7 @@ def _calls_of(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, tuple[st
                 int(event["args"]["step"]),
                 event["dur"] * 1e-6,
             ),
+            int(event["args"].get("chunk", 0)),
         )
         for event in calls
     ]

@@ -88,7 +88,7 @@ class _Notes:
             self.trace.metrics.append(dict(metrics))
 
     def calls(self, step: int, records: Iterable[CallRecord]) -> None:
-        for each in records:
+        for each in (sent for record in records for sent in record.sent):
             self.trace.calls.append(SeenCall(step, each.service, each.method, each.started_s, each.ended_s))
 
     def samples(self, step: int, rows: object) -> None: ...

@@ -176,9 +176,9 @@ class SimulatedRanks:
         nothing = Jagged(np.zeros(0, np.int64), np.zeros(len(prompts), np.int64))
         before, versions = values.get("partial_ids", nothing), values.get("partial_versions", nothing)
         rows, born = [], []
-        for i, text in enumerate(prompts):
-            count = min(2 + i % 3 - int(before.lengths[i]), request.segment_tokens or 4)
-            drawn = numbers(digest(self.state, *where, i, text), count)
+        for i, (number, text) in enumerate(zip(wire.row_numbers(request.batch), prompts, strict=True)):
+            count = min(2 + int(number) % 3 - int(before.lengths[i]), request.segment_tokens or 4)
+            drawn = numbers(digest(self.state, *where, int(number), text), count)
             rows.append(np.concatenate([before.row(i), (drawn * 2**31).astype(np.int64)]))
             born.append(np.concatenate([versions.row(i), np.full(count, self.state[1])]).astype(np.int64))
         lengths = np.asarray([len(row) for row in rows])

@@ -210,8 +210,8 @@ def test_values_of_a_service_of_their_own_are_those_of_the_critic(ahead: int, tm
 
 
 def random_run(directory: Path, seed: int, *, fails: bool) -> None:
-    """A run of a random algorithm on random pools, with random delays, that has the results of one without delays; or
-    one of whose calls fails, with the error of the call."""
+    """A run of a random algorithm on random pools, with random delays and rows in chunks, that has the results of one
+    without delays and in one chunk; or one of whose calls fails, with the error of the call."""
     chosen = random.Random(seed)
     name = chosen.choice(NAMES)
     ahead, every = chosen.choice((0, 1, 1, 2, 3)), chosen.choice((0, 2, 3))
@@ -230,12 +230,14 @@ def random_run(directory: Path, seed: int, *, fails: bool) -> None:
     table += [*rollout, *values, *pools, *placed]
     calm = simulate(directory, name, *table, every=every)
     check_rows(calm, ahead)
+    table.append(f"rollout.chunks={chosen.randint(1, 4)}")
     weather = Weather(seed, 0.003, chosen.randint(1, len(calm.log)) if fails else 0)
     if fails:
         with pytest.raises(RlhfError, match="struck by lightning"):
             simulate(directory, name, *table, every=every, weather=weather)
     else:
         stormy = simulate(directory, name, *table, every=every, weather=weather)
+        check_rows(stormy, ahead)
         assert results(stormy) == results(calm)
 
 
