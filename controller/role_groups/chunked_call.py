@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import accumulate
 
 from controller.role_groups.call import Callee, mean_over_ranks, protocol_of
 from controller.role_groups.chunks import ChunkedColumn
-from controller.role_groups.dataflow import CallRecord
+from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import all_of, then
 from nccl_transfer.refs.batch import Batch, Column
 from rlhf.contract import Method
@@ -23,18 +24,32 @@ def is_row_wise(method: Method) -> bool:
     return bool(method.outputs) and method.takes_rows and protocol_of(method).splits
 
 
-def column_of(callee: Callee, made: Made, sizes: Sequence[int], name: str) -> Future[Column]:
-    """Returns column `name` of a call, in its chunks, which have these sizes."""
-    chunks: list[Future[Column]] = [then(each, lambda result: result[0][name]) for each in made]
-    if len(chunks) == 1:
-        return chunks[0]
-    return ChunkedColumn(then(all_of(chunks), partial(callee.codec.joined, name)), chunks, sizes)
+def first_rows(chunks: Sequence[FutureBatch]) -> list[int]:
+    """Returns the number of the first row of each chunk among all rows."""
+    return [0, *accumulate(chunk.rows for chunk in chunks[:-1])]
 
 
-def record_of(callee: Callee, made: Made, method: Method) -> Future[CallRecord]:
-    """Returns the record of a call of a method."""
-    chunks: list[Future[CallRecord]] = [then(each, lambda result: result[1]) for each in made]
-    return chunks[0] if len(chunks) == 1 else then(all_of(chunks), partial(_joined, callee, method))
+def batch_of(
+    callee: Callee, method: Method, chunks: Sequence[FutureBatch], made: Made, names: Iterable[str]
+) -> FutureBatch:
+    """Returns the rows that a call of a method makes, in the chunks that its rows were sent in.
+
+    Args:
+        callee: The ranks that were called.
+        method: The method.
+        chunks: Inputs of the calls of the chunks.
+        made: Futures of their results.
+        names: Names of the columns.
+    """
+    sizes = [chunk.rows for chunk in chunks]
+    columns: dict[str, Future[Column]] = {}
+    for name in names:
+        parts: list[Future[Column]] = [then(each, lambda result, name=name: result[0][name]) for each in made]
+        whole = then(all_of(parts), partial(callee.codec.joined, name)) if len(parts) > 1 else parts[0]
+        columns[name] = ChunkedColumn(whole, parts, sizes) if len(parts) > 1 else whole
+    records: list[Future[CallRecord]] = [then(each, lambda result: result[1]) for each in made]
+    record = then(all_of(records), partial(_joined, callee, method)) if len(records) > 1 else records[0]
+    return FutureBatch(sum(sizes), columns, (record,), chunks[0].step)
 
 
 def _joined(callee: Callee, method: Method, chunks: Sequence[CallRecord]) -> CallRecord:

@@ -17,7 +17,7 @@ from client.fanout import FanOut
 from client.rank import WORKER
 from client.session import AFTER_UPDATES, Session, StepContext
 from controller.role_groups.call import Callee, GroupCall
-from controller.role_groups.chunked_call import column_of, is_row_wise, record_of
+from controller.role_groups.chunked_call import batch_of, first_rows, is_row_wise
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import Promise, awaited, lateness_of, pass_on
@@ -119,8 +119,7 @@ class RoleGroup:
         the order of calls when the gate is opened, if the service learns and the method does not generate, or an input
         comes from such a call.
 
-        Where rows are in chunks (`FutureBatch.in_chunks`) and the method computes each row by itself, the call is sent
-        in one call for each chunk, which enter the order of calls one after another.
+        Rows in chunks (`FutureBatch.in_chunks`) are sent in a call for each, if the method computes each row by itself.
 
         Args:
             name: Python name of the method.
@@ -143,32 +142,19 @@ class RoleGroup:
             lateness = AFTER_UPDATES
         chunks = inputs.chunks() if is_row_wise(method) else [inputs]
         headers = self.session.headers(step, self.name, name, len(chunks))
-        made: list[Future[tuple[Batch, CallRecord]]] = []
-        first_row = 0
-        for header, chunk in zip(headers, chunks, strict=True):
-            begin = partial(self._begin, method, header, chunk, options, step, first_row)
-            made.append(_begun(begin, step, max(lateness, lateness_of(chunk.columns.values()))))
-            first_row += chunk.rows
-        sizes = [chunk.rows for chunk in chunks]
-        expected = method.outputs if outputs is None else outputs
-        columns = {column: column_of(self._callee, made, sizes, column) for column in expected}
-        return FutureBatch(batch.rows, columns, (record_of(self._callee, made, method),), batch.step)
 
-    def _begin(
-        self,
-        method: Method,
-        header: common_pb2.Call,
-        inputs: FutureBatch,
-        options: dict[str, Any],
-        step: StepContext,
-        first_row: int,
-    ) -> Future[tuple[Batch, CallRecord]]:
-        """Enters a call into the order of calls and starts it. Arguments as of a `GroupCall`."""
-        name = method.snake_name
-        with self._placement.turn([self.ranks.service], name, step) as moved:
-            place = self._placement.enter(self._devices, self.ranks, 2 * self.session.time_of(name) + LATE_S)
-            call = GroupCall(self._callee, method, header, inputs, options, step, place, moved, first_row)
-            return self._loop.start(call.run(self.running))
+        def begin(header: common_pb2.Call, chunk: FutureBatch, first_row: int) -> Future[Any]:
+            with self._placement.turn([self.ranks.service], name, step) as moved:
+                longest_s = 2 * self.session.time_of(name) + LATE_S
+                place = self._placement.enter(self._devices, self.ranks, longest_s)
+                call = GroupCall(self._callee, method, header, chunk, options, step, place, moved, first_row)
+                return self._loop.start(call.run(self.running))
+
+        made = []
+        for header, chunk, first in zip(headers, chunks, first_rows(chunks), strict=True):
+            late = max(lateness, lateness_of(chunk.columns.values()))
+            made.append(_begun(partial(begin, header, chunk, first), step, late))
+        return batch_of(self._callee, method, chunks, made, method.outputs if outputs is None else outputs)
 
     def call_with(
         self,

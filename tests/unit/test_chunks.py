@@ -16,7 +16,7 @@ from unit.simulated_run import QUICKSTARTS, ROLLOUT, VALUES, Simulation, Weather
 
 from client.session import Session, StepContext
 from controller.config.config import load
-from controller.role_groups.chunked_call import is_row_wise, record_of
+from controller.role_groups.chunked_call import batch_of, is_row_wise
 from controller.role_groups.chunks import ChunkedColumn, chunk_sizes
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import Promise, promise, resolved
@@ -163,7 +163,10 @@ def test_metrics_of_chunks_are_those_of_one_call() -> None:
 
     callee: Any = SimpleNamespace(name="actor", mesh=Mesh(1, 1, 1))
     made = [resolved((Batch(0, {}), record(1.0, 6.0, 3.0))), resolved((Batch(0, {}), record(5.0, 2.0, 1.0)))]
-    whole = record_of(callee, made, group_methods("actor")["compute_log_prob"]).result(TIMEOUT_S)
+    chunks = [FutureBatch(3, {}), FutureBatch(1, {})]
+    joined = batch_of(callee, group_methods("actor")["compute_log_prob"], chunks, made, ())
+    (whole,) = joined.records(TIMEOUT_S)
+    assert joined.rows == 4
     assert whole.metrics == {"entropy": 2.0}
     assert (whole.started_s, whole.ended_s, whole.seconds) == (1.0, 6.0, 2.0)
     assert (len(whole.responses), len(whole.sent)) == (2, 2)

@@ -83,6 +83,22 @@ def test_steps_ahead_overlap_and_are_stale() -> None:
     assert generated[0] < updated[0]
 
 
+def test_rewards_and_forward_passes_of_a_chunk_start_while_the_next_is_generated(tmp_path: Path) -> None:
+    trace = trace_of("ppo", "rollout.chunks=4")
+    # The last of four chunks is scored after all are generated; a chunk takes a quarter of the time of the whole.
+    assert [metrics["time/step_s"] for metrics in trace.metrics] == pytest.approx([4 + 3 / 4 + 7] * 3)
+    scored = [(c.start, c.end) for c in trace.calls if c.step == 1 and c.method == "compute_reward"]
+    assert scored == pytest.approx([(begin, begin + 0.75) for begin in (1.0, 2.0, 3.0, 4.0)])
+    assert len([c for c in trace.calls if c.step == 1 and c.method == "update_actor"]) == 1
+    timeline = Timeline(tmp_path, 0.0)
+    for number, call in enumerate(c for c in trace.calls if c.method == "compute_reward"):
+        args = {"step": call.step, **({"chunk": number % 4} if number % 4 else {})}
+        timeline.add(("controller", call.service), call.method, call.start, call.end, args)
+    timeline.close()
+    found = measured(tmp_path, ["reward"])
+    assert found.usual["reward", "compute_reward"] == pytest.approx([3.0])
+
+
 def check_repeats(name: str, ahead: int) -> None:
     durations = Durations(SECONDS, {}, spread=0.3, seed=7)
     both = [seen(trace_of(name, f"run.ahead={ahead}", durations=durations)) for _ in range(2)]
