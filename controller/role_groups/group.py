@@ -10,13 +10,12 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from client.fanout import FanOut
 from client.rank import WORKER
 from client.session import AFTER_UPDATES, Session, StepContext
-from controller.role_groups.call import Callee, GroupCall
+from controller.role_groups.call import Callee, GroupCall, RunningCall
 from controller.role_groups.chunked_call import batch_of, first_rows, is_row_wise
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
@@ -56,7 +55,7 @@ class RoleGroup:
         learns: Whether training changes the state of the service.
 
     Attributes:
-        running: Names of the methods of running calls, by call id.
+        running: Running calls, by call id.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class RoleGroup:
         self.description = description
         self.mesh = mesh_from_proto(description.mesh)
         self.session = session
-        self.running: dict[str, str] = {}
+        self.running: dict[str, RunningCall] = {}
         self._devices = devices
         self._placement = placement
         self._loop = loop
@@ -117,9 +116,7 @@ class RoleGroup:
         """Starts a call of a method on all ranks and returns without waiting. The requests are sent when the input
         columns are resolved and the calls before it on the same devices have ended. A call of a step with a gate enters
         the order of calls when the gate is opened, if the service learns and the method does not generate, or an input
-        comes from such a call.
-
-        Rows in chunks (`FutureBatch.in_chunks`) are sent in a call for each, if the method computes each row by itself.
+        comes from such a call. Rows in chunks are sent in a call for each chunk, if the method computes columns.
 
         Args:
             name: Python name of the method.
@@ -141,19 +138,19 @@ class RoleGroup:
         if self._learns and method.takes_rows and name != GENERATES:
             lateness = AFTER_UPDATES
         chunks = inputs.chunks() if is_row_wise(method) else [inputs]
+        longest_s = longest_time(self.session, name)
+
+        def start(header: common_pb2.Call, rows: FutureBatch, first: int) -> Future[Any]:
+            def begin() -> Future[Any]:
+                with self._placement.turn([self.ranks.service], name, step) as moved:
+                    place = self._placement.enter(self._devices, self.ranks, longest_s)
+                    call = GroupCall(self._callee, method, header, rows, options, step, place, moved, first)
+                    return self._loop.start(call.run(self.running))
+
+            return _begun(begin, step, max(lateness, lateness_of(rows.columns.values())))
+
         headers = self.session.headers(step, self.name, name, len(chunks))
-
-        def begin(header: common_pb2.Call, chunk: FutureBatch, first_row: int) -> Future[Any]:
-            with self._placement.turn([self.ranks.service], name, step) as moved:
-                longest_s = 2 * self.session.time_of(name) + LATE_S
-                place = self._placement.enter(self._devices, self.ranks, longest_s)
-                call = GroupCall(self._callee, method, header, chunk, options, step, place, moved, first_row)
-                return self._loop.start(call.run(self.running))
-
-        made = []
-        for header, chunk, first in zip(headers, chunks, first_rows(chunks), strict=True):
-            late = max(lateness, lateness_of(chunk.columns.values()))
-            made.append(_begun(partial(begin, header, chunk, first), step, late))
+        made = list(map(start, headers, chunks, first_rows(chunks)))
         return batch_of(self._callee, method, chunks, made, method.outputs if outputs is None else outputs)
 
     def call_with(
@@ -203,11 +200,10 @@ class RoleGroup:
 
     def _move(self, name: str, step: StepContext, moved: Sequence[Future[Any]]) -> Future[Any]:
         """Starts `offload` or `onload` before another call of a step. `moved`: as of a `GroupCall`. Does not wait."""
-        place = self._placement.enter(self._devices, self.ranks, 2 * self.session.time_of(name) + LATE_S)
+        place = self._placement.enter(self._devices, self.ranks, longest_time(self.session, name))
         header = self.session.header(step, self.name, name)
-        call = GroupCall(
-            self._callee, self._methods[name], header, FutureBatch(0, {}), {}, step, place, moved
-        )
+        method, nothing = self._methods[name], FutureBatch(0, {})
+        call = GroupCall(self._callee, method, header, nothing, {}, step, place, moved)
         result = self._loop.start(call.run(self.running))
         step.made(result)
         return result
@@ -328,10 +324,16 @@ async def _in_place(
             raise DeadlineExceeded(
                 f"waited {place.patience_s:g} s for the calls before on the same devices to end"
             ) from error
+        place.was_sent()
         whole = await calls(step)
         return replace(whole, parts=(*(record for _, record in moves[: len(moved)]), *whole.parts))
     finally:
         place.leave()
+
+
+def longest_time(session: Session, name: str) -> float:
+    """Returns the longest time, in seconds, of a call of a method after the calls before it have ended."""
+    return 2 * session.time_of(name) + LATE_S
 
 
 def inputs_of(service: str, method: Method, batch: FutureBatch) -> FutureBatch:
