@@ -47,7 +47,8 @@ class Rollout:
     def generate_sequences(
         self, prompts: FutureBatch, *, greedy: bool = False, return_text: bool | None = None
     ) -> FutureBatch:
-        """Generates one response to each row of column prompt, with the sampling options of the config.
+        """Generates one response to each row of column prompt, with the sampling options of the config, in
+        `rollout.chunks` calls unless they are greedy.
 
         Args:
             prompts: Rows with column prompt.
