@@ -125,8 +125,8 @@ def measured(
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--steps", default=18, show_default=True, type=click.IntRange(WARM_UP + 2))
 @click.option("--rows", default=512, show_default=True, type=click.IntRange(16))
-@click.option("--tokens", default=4, show_default=True, type=click.IntRange(1), help="Longest response.")
-@click.option("--chunks", default=4, show_default=True, type=click.IntRange(2))
+@click.option("--tokens", default=16, show_default=True, type=click.IntRange(1), help="Longest response.")
+@click.option("--chunks", default=8, show_default=True, type=click.IntRange(2))
 @json_option
 def main(steps: int, rows: int, tokens: int, chunks: int, json_path: Path | None) -> None:
     """Time the steps of runs with a slow reward: one after another, overlapping, and with rows in chunks."""
