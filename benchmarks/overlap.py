@@ -2,10 +2,11 @@
 chunks (`rollout.chunks`).
 
 GRPO on the quickstart's task with a reward that sleeps at each row, in all about as long as the update of the policy
-takes. Four runs on the same services: a reward that answers at once, and the slow reward with neither, with
-`ahead = 1`, and with chunks; again in each round, since the speed of a machine changes. The share of the wait that is
-hidden is (slow - it) / (slow - fast), by the medians of all steps. Beside it, from the timelines, stands the share of
-the reward's time in which the actor computes.
+takes. The KV cache holds the rows of one chunk, so that generation takes as many decoding steps in chunks as without.
+Four runs on the same services: a reward that answers at once, and the slow reward with neither, with `ahead = 1`, and
+with chunks; again in each round. The share of the wait that is hidden is (slow - it) / (slow - fast), by the lower
+quartiles of all steps, since other work on the machine only makes steps longer. Beside it, from the timelines, stands
+the share of the reward's time in which the actor computes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from deploy.quickstart.build import build
 
 WARM_UP = 2
 """Number of first steps that are left out."""
+PROMPT_TOKENS = 8
+"""Longest prompt of the task, in tokens, or more."""
 TRAIN = "rows.jsonl"
 TIMES = {
     "step_s": "step",
@@ -69,6 +72,7 @@ class Place:
     steps: int
     rows: int
     tokens: int
+    rollout_tokens: int
 
     def write_rows(self, wait_s: float) -> None:
         """Makes the reward of a batch take `wait_s` seconds longer."""
@@ -84,7 +88,7 @@ class Place:
             "output_roots": [str(self.directory)],
         }
         services: dict[str, dict[str, Any]] = {
-            "actor": {"role": "actor", **learner},
+            "actor": {"role": "actor", "rollout_tokens": self.rollout_tokens, **learner},
             "reward": {"role": "reward", "kind": "function", "function": "benchmarks.overlap:slow"},
         }
         return {
@@ -148,13 +152,24 @@ def timeline(run_dir: Path) -> list[Span]:
 def beside(spans: list[Span]) -> float:
     """Returns the share of the reward's time in which the actor executed calls."""
     rewards, actors = ([span for span in spans if span.service == name] for name in ("reward", "actor"))
-    # Calls of one service never overlap, so that their parts add up.
     both = sum(
-        max(0.0, min(one.end_s, other.end_s) - max(one.start_s, other.start_s))
+        max(0.0, min(one.end_s, end) - max(one.start_s, start))
         for one in rewards
-        for other in actors
+        for start, end in united(actors)
     )
     return both / sum(span.end_s - span.start_s for span in rewards)
+
+
+def united(spans: list[Span]) -> list[tuple[float, float]]:
+    """Returns the times in which one of the calls was under way; a call ends when its response has come, which is after
+    the begin of the next."""
+    times: list[tuple[float, float]] = []
+    for span in spans:
+        if times and span.start_s <= times[-1][1]:
+            times[-1] = times[-1][0], max(times[-1][1], span.end_s)
+        else:
+            times.append((span.start_s, span.end_s))
+    return times
 
 
 def measured(place: Place, timing: Timing, wait_s: float) -> tuple[list[dict[str, float]], list[Span]]:
@@ -176,12 +191,14 @@ def measured(place: Place, timing: Timing, wait_s: float) -> tuple[list[dict[str
     return steps, spans
 
 
-def medians(timing: Timing, wait_s: float, steps: list[dict[str, float]]) -> dict[str, Any]:
-    """Returns the median of each figure over steps."""
+def summary(timing: Timing, wait_s: float, steps: list[dict[str, float]]) -> dict[str, Any]:
+    """Returns the lower quartile of each figure over steps, and the times of all steps."""
+    quartiles = {key: statistics.quantiles([step[key] for step in steps])[0] for key in steps[0]}
     return {
         **asdict(timing),
         "wait_s": wait_s,
-        **{key: statistics.median(step[key] for step in steps) for key in steps[0]},
+        **quartiles,
+        "all_steps_s": [step["step_s"] for step in steps],
     }
 
 
@@ -195,7 +212,9 @@ def hidden(runs: list[dict[str, Any]]) -> dict[str, float]:
 def show(runs: list[dict[str, Any]]) -> None:
     """Prints the figures."""
     columns = ("generate_s", "log_prob_s", "reward_s", "update_s", "step_s")
-    table = Table("run.ahead", "rollout.chunks", *columns, "reward beside actor", title="Median of a step")
+    table = Table(
+        "run.ahead", "rollout.chunks", *columns, "reward beside actor", title="Lower quartile of steps"
+    )
     for each in runs:
         figures = (f"{each[key]:.3f}" for key in columns)
         table.add_row(str(each["ahead"]), str(each["chunks"]), *figures, f"{each['beside_actor']:.0%}")
@@ -223,7 +242,8 @@ def main(steps: int, rounds: int, rows: int, tokens: int, chunks: int, json_path
         directory = Path(name)
         build(directory / "task", Recipe(max_steps=20))
         addresses = {each: f"127.0.0.1:{free_port()}" for each in ("actor", "reward")}
-        place = Place(directory / "task", directory, addresses, steps, rows, tokens)
+        cached = rows // chunks * (PROMPT_TOKENS + tokens)
+        place = Place(directory / "task", directory, addresses, steps, rows, tokens, cached)
         tables = place.tables(Timing())
         place.write_rows(0.0)
         (path := directory / "services.toml").write_text(tomli_w.dumps(tables))
@@ -234,7 +254,7 @@ def main(steps: int, rounds: int, rows: int, tokens: int, chunks: int, json_path
                 for found, (timing, wait) in zip(steps_of, cases, strict=True):
                     times, spans = measured(place, timing, wait)
                     found += times
-    runs = [medians(timing, wait, found) for (timing, wait), found in zip(cases, steps_of, strict=True)]
+    runs = [summary(timing, wait, found) for (timing, wait), found in zip(cases, steps_of, strict=True)]
     show(runs)
     last = [asdict(span) for span in spans if span.step == steps - 1]
     figures = {"before": before, "after": circumstances(), "rounds": rounds, "runs": runs}
