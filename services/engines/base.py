@@ -310,6 +310,12 @@ class TrainEngine(ABC):
         host memory of one rank. May be collective."""
         return dealt_to_ranks(self.full_tensors())
 
+    def local_shards(self) -> Iterator[tuple[str, WeightShard]]:
+        """Yields name and shard of the weights in this rank's memory, valid until they change, of which generation
+        shards are made: on all ranks together every element, on several where it is replicated. Default:
+        `weight_shards`. May be collective."""
+        return self.weight_shards()
+
     @abstractmethod
     def export(
         self,

@@ -106,7 +106,7 @@ def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
 def _rollout_use(table: ActorTable, truncates: bool) -> RolloutUse:
     if table.rollout_engine not in ROLLOUT_ENGINES:
         raise NotPredicted(f"rollout_engine {table.rollout_engine} is a plug-in")
-    pipeline, tensor = meshes.generation_sizes(table.generation_mesh, table.mesh or "1-1-1")
+    pipeline, tensor = meshes.generation_sizes(table.generation_mesh, table.mesh)
     gathers_all = table.transition != "hybridflow"
     return RolloutUse(
         engine=table.rollout_engine,

@@ -182,6 +182,13 @@ class ZeROEngine(DataParallelEngine):
             with self._partitions.whole(tensor) as whole:
                 yield name, cast(whole, dtype)
 
+    def local_shards(self) -> Iterator[tuple[str, WeightShard]]:
+        if not self._partitions.has_all:
+            return super().local_shards()
+        self.check_onloaded()
+        self._publish()
+        return ((name, WeightShard.of_whole(x.detach())) for name, x in self._tensors().items())
+
     def _copies(self) -> Iterator[HeldTensor]:
         yield from super()._copies()
         if not self._partitions.is_cut:
