@@ -56,8 +56,8 @@ class ActorTable(GeneratingTable, ModelTable):
     generation_mesh: str = ""
     """Mesh of generation on the same ranks. For engine 3d pg-tg-dg-d, for example 1-1-2-2: pipeline, tensor,
     micro-data and data size. pg divides p of `mesh`, tg divides t, dg is p t / (pg tg), and d is the same; empty: the
-    sizes of `mesh`. For engines fsdp and zero pg-tg-dg, for example 1-2-2, whose product is `ranks`: pg tg ranks share
-    the model and generate the same rows; empty: each rank generates with the whole model."""
+    sizes of `mesh`. For engines fsdp and zero p-t-d, as `mesh` of a rollout service, for example 1-2-2, whose product
+    is `ranks`: p t ranks share the model and generate the same rows; empty: each rank has the whole model."""
     transition: Literal["hybridflow", "hybridflow_v", "gather_all"] = "hybridflow"
     """For engine 3d: how ranks gather the weights that they generate with. hybridflow all-gathers only the missing
     shards, within a micro-DP group. hybridflow_v (all-gather over a model-parallel group) and gather_all (over all

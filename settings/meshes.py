@@ -56,8 +56,8 @@ def parse_generation(text: str) -> GenerationSizes:
 
 def generation_sizes(text: str, mesh: str) -> tuple[int, int]:
     """Returns the pipeline and tensor size of generation: pg and tg of generation mesh `text`, or p and t of training
-    mesh `mesh` where `text` is empty. Where `mesh` is empty, for data ranks alone, `text` is pg-tg-dg, and an empty one
-    1-1-dg. Raises ValueError where the one that is used cannot be parsed."""
+    mesh `mesh` where `text` is empty. Where `mesh` is empty, for data ranks alone, `text` has the form p-t-d, and an
+    empty one has the sizes 1 and 1. Raises ValueError where the one that is used cannot be parsed."""
     if not mesh:
         return parse(text, GENERATION_KEY)[:2] if text else (1, 1)
     return parse_generation(text)[:2] if text else parse(mesh)[:2]
@@ -119,7 +119,7 @@ def check_vllm(mesh: str, generation_mesh: str, shape: Shape = NO_SHAPE) -> None
 
     Args:
         mesh: Training mesh "p-t-d"; empty: data ranks only.
-        generation_mesh: Generation mesh "pg-tg-dg-d", or "pg-tg-dg" where `mesh` is empty; empty: the sizes of `mesh`.
+        generation_mesh: Generation mesh "pg-tg-dg-d", or "p-t-d" where `mesh` is empty; empty: the sizes of `mesh`.
         shape: Shape of the model. Default: unknown, which passes.
 
     Raises:

@@ -215,8 +215,7 @@ class TrainEngine(ABC):
         that is more, but at most `most`; `most` itself if `cached_tokens` is None.
 
         Args:
-            most: configured token budget.
-            longest: tokens of the longest row.
+            most, longest: configured token budget, and tokens of the longest row.
         """
         return most if self.cached_tokens is None else min(most, max(self.cached_tokens, longest))
 
@@ -311,9 +310,7 @@ class TrainEngine(ABC):
         return dealt_to_ranks(self.full_tensors())
 
     def local_shards(self) -> Iterator[tuple[str, WeightShard]]:
-        """Yields name and shard of the weights in this rank's memory, valid until they change, of which generation
-        shards are made: on all ranks together every element, on several where it is replicated. Default:
-        `weight_shards`. May be collective."""
+        """Yields the weights in this rank's memory as `weight_shards`, the default, but replicas too."""
         return self.weight_shards()
 
     @abstractmethod
@@ -365,8 +362,7 @@ class TrainEngine(ABC):
         Default: writes the checkpoint by `save` before it returns.
 
         Args:
-            directory: path of the checkpoint, as in `save`.
-            scalars: as in `save`.
+            directory, scalars: as in `save`.
 
         Raises:
             ValueError: the directory is not empty (`agreement.PeerRankFailed` on other ranks than 0).
