@@ -21,7 +21,7 @@ pytestmark = [
     ),
 ]
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S, PATIENCE_S = 240.0, 100.0
 ACTORS: dict[str, dict[str, Any]] = {
     "fsdp": {"ranks": 2, "generation_mesh": "1-2-1"},
     "fsdp-4": {"ranks": 4, "generation_mesh": "1-2-2"},
@@ -58,7 +58,7 @@ def actor(
 def test_log_probs_of_tensor_ranks_equal_those_of_training_after_every_update(actor: Service) -> None:
     previous = np.empty(0)
     for _ in range(3):
-        made = generate(actor)
+        made = generate(actor, timeout_s=PATIENCE_S)
         assert made.rows == PROMPTS.rows
         rollout = actor.values(made, "rollout_log_probs")
         recomputed = actor.column(
@@ -73,8 +73,8 @@ def test_log_probs_of_tensor_ranks_equal_those_of_training_after_every_update(ac
 def test_a_session_that_starts_over_generates_the_same_rows_again(actor: Service) -> None:
     def said() -> list[int]:
         actor.call("begin_session")
-        return actor.values(generate(actor), "response_ids").values.tolist()
+        return actor.values(generate(actor, timeout_s=PATIENCE_S), "response_ids").values.tolist()
 
     first = said()
-    update(actor, generate(actor))
+    update(actor, generate(actor, timeout_s=PATIENCE_S))
     assert said() == first
