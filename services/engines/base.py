@@ -299,8 +299,7 @@ class TrainEngine(ABC):
             yield HeldTensor(f"weight.{name}", "whole", tensor, learns=True)
 
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the tensor of each weight that this rank generates with, one at a time. The iterator is
-        collective, as `full_tensors`, which is the default."""
+        """Yields name and tensor of each weight that this rank generates with, as `full_tensors`, the default."""
         return self.full_tensors()
 
     def weight_shards(self) -> Iterator[tuple[str, WeightShard]]:
