@@ -9,7 +9,7 @@ round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -136,7 +136,7 @@ class Resharding:
 
     def _exchange(self, packer: WeightPacker, sent: Tensor, received: Sequence[Tensor]) -> Iterator[Piece]:
         """Yields all pieces of this rank's generation shards, valid until the next is asked for. Collective; allocates
-        nothing."""
+        no memory for weights."""
         for plan in self._plans:
             for number in range(max(map(len, plan))):
                 buckets = [buckets[number] for buckets in plan if number < len(buckets)]
@@ -195,27 +195,38 @@ def _plans(
         bucket_bytes: Size of a bucket.
         together_bytes: Bytes of a set.
     """
-    most: dict[str, int] = {}
-    for slices in wanted:
-        for each in slices:
-            most[each.name] = max(most.get(each.name, 0), each.nbytes)
-    names: set[str] = set()
-    for name in sorted(most):
-        if names and sum(most[other] for other in names) + most[name] > together_bytes:
-            yield _plan(held, wanted, names, bucket_bytes)
-            names = set()
-        names.add(name)
-    yield _plan(held, wanted, names, bucket_bytes)
+    sources, receivers = [_by_name(slices) for slices in held], [_by_name(slices) for slices in wanted]
+    names: list[str] = []
+    most = 0
+    for name in sorted(set().union(*receivers)):
+        nbytes = max(sum(each.nbytes for each in slices.get(name, ())) for slices in receivers)
+        if names and most + nbytes > together_bytes:
+            yield _plan(sources, receivers, names, bucket_bytes)
+            names, most = [], 0
+        names.append(name)
+        most += nbytes
+    yield _plan(sources, receivers, names, bucket_bytes)
+
+
+def _by_name(slices: Iterable[WeightSlice]) -> dict[str, list[WeightSlice]]:
+    found: dict[str, list[WeightSlice]] = {}
+    for each in slices:
+        found.setdefault(each.name, []).append(each)
+    return found
 
 
 def _plan(
-    held: Sequence[Sequence[WeightSlice]],
-    wanted: Sequence[Sequence[WeightSlice]],
-    names: Set[str],
+    held: Sequence[Mapping[str, Sequence[WeightSlice]]],
+    wanted: Sequence[Mapping[str, Sequence[WeightSlice]]],
+    names: Sequence[str],
     bucket_bytes: int,
 ) -> Plan:
+    """Plans the tensors of the given names, of which `held` and `wanted` have each rank's slices by name."""
     sources, receivers = (
-        tuple(RankWeights(_place_of(rank), _named(names, slices)) for rank, slices in enumerate(ranks))
+        tuple(
+            RankWeights(_place_of(rank), tuple(each for name in names for each in slices.get(name, ())))
+            for rank, slices in enumerate(ranks)
+        )
         for ranks in (held, wanted)
     )
     return plan_weights(WeightTransfer("generation", 0, bucket_bytes, sources, receivers))
@@ -224,10 +235,6 @@ def _plan(
 def _place_of(rank: int) -> Endpoint:
     """Returns an endpoint for the plan, on a host of its own: a rank then takes from itself what it holds."""
     return Endpoint(f"rank {rank}", f"rank {rank}", 0, "", rank)
-
-
-def _named(names: Set[str], slices: Sequence[WeightSlice]) -> tuple[WeightSlice, ...]:
-    return tuple(each for each in slices if each.name in names)
 
 
 def _buckets(plans: Iterable[Plan]) -> Iterator[Bucket]:
