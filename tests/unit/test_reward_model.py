@@ -411,6 +411,21 @@ def test_a_sharded_model_that_learns_scores_by_the_weights_that_it_trains(
     assert not any(held.name.startswith("scorer.") for held in worker.held())
 
 
+def test_a_copy_scores_for_a_model_that_learns_on_zero(directory: Path) -> None:
+    skip_without_its_engine(ZERO)
+    learning = {"optimizer": OptimizerTable(learning_rate=1e-2), "micro_batch_tokens": 64}
+    table = make_table(directory, **learning, **ZERO)
+    worker, expected = worker_class(table)(table, Ranks(0, 1, 0)), make_learner(directory)
+    assert isinstance(worker, LearningRewardWorker)
+    before = [score.score for score in scores_of(worker, 2, 5)]
+    for each in (worker, expected):
+        update(each)
+    found = [score.score for score in scores_of(worker, 2, 5)]
+    assert found == pytest.approx([score.score for score in scores_of(expected, 2, 5)], abs=1e-6)
+    worker.start_over()
+    assert [score.score for score in scores_of(worker, 2, 5)] == before != found
+
+
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
