@@ -66,7 +66,7 @@ class GeneratingTable(LoadedModelTable):
             ValueError: It cannot; the text says why.
         """
         spec = self.rollout_spec
-        if mesh and not spec.takes_shards:
+        if not spec.takes_shards:
             meshes.check_alone(self.rollout_engine, mesh, generation_mesh)
         spec.check_model(mesh, generation_mesh, shape)
 

@@ -10,9 +10,9 @@ from nccl_transfer.refs.weight_plans import WeightSlice
 from rlhf.errors import TransferError
 from services.roles.receiving_worker import Inbox
 from services.rollout.base import RolloutEngine
-from services.rollout_service.wanted import WantedWeights
 from services.weights.receive import Piece
 from services.weights.versions import Version, Versions
+from services.weights.wanted import WantedWeights
 
 
 class WeightInbox(Inbox):

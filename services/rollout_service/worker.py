@@ -16,9 +16,9 @@ from services.models.tokenizers import check_vocabulary
 from services.roles.receiving_worker import ReceivingWorker
 from services.rollout.factory import make_rollout
 from services.rollout_service.inbox import WeightInbox
-from services.rollout_service.wanted import WantedWeights, weight_shards, whole_weights
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register
+from services.weights.wanted import WantedWeights, weight_shards, whole_weights
 from settings.rollout import RolloutServiceTable
 
 

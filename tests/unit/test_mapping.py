@@ -293,13 +293,17 @@ def test_where_nothing_fits_the_least_devices_are_told(config_file: Path) -> Non
     assert rlhf_map("find", config_file, "--devices", f"A100-80GB:{int(least[1]) - 1}").exit_code == 1
 
 
+@pytest.mark.parametrize("zero", [False, True], ids=["fsdp", "zero"])
 @pytest.mark.parametrize("learns", [False, True], ids=["scores", "learns"])
-def test_a_sharded_reward_stays_sharded_and_recomputes_nothing(config_file: Path, learns: bool) -> None:
-    """A reward service shards by fsdp alone, and has no activation checkpointing."""
+def test_a_sharded_reward_stays_sharded_and_recomputes_nothing(
+    config_file: Path, learns: bool, zero: bool
+) -> None:
+    """Plans shard a reward by fsdp alone, which has no activation checkpointing there."""
     planned = config_file.with_name("plan.toml")
     keys = [
         "services.reward.sharded=true",
         *(["services.reward.optimizer.learning_rate=1e-5"] if learns else []),
+        *(["services.reward.engine='zero'", "services.reward.zero.stage=3"] if zero else []),
     ]
     settings = [part for key in keys for part in ("--set", key)]
     ran = rlhf_map("find", config_file, "--devices", "A100-80GB:8", *settings, "-o", planned)

@@ -16,10 +16,10 @@ from nccl_transfer.refs.weight_plans import WeightSlice
 from rlhf.errors import Refused, TransferError
 from services.rollout.base import Generation, Meter, RolloutEngine, SamplingOptions, check_names
 from services.rollout_service.inbox import WeightInbox
-from services.rollout_service.wanted import Piece, WantedWeights
 from services.storage.layout import Layout
 from services.weights.copying import Values
 from services.weights.versions import Version, Versions
+from services.weights.wanted import Piece, WantedWeights
 
 CPU = torch.device("cpu")
 LAYOUTS = {
