@@ -63,7 +63,7 @@ async def _transfer(
     """Makes the calls of a transfer. Returns the record of the whole; its parts are those of the calls that moved
     weights."""
     groups, started = [source, *others], source.session.now()
-    described = await _all([group.call_within("describe_weights", step) for group in groups])
+    described = await run_together([group.call_within("describe_weights", step) for group in groups])
     lacking = [
         (group, record)
         for group, record in zip(others, described[1:], strict=True)
@@ -76,9 +76,9 @@ async def _transfer(
     loads = [
         group.call_within("load_weights", step, transfer=message, state_id=state_id) for group, _ in lacking
     ]
-    moved = await _all([source.call_within("send_weights", step, transfer=message), *loads])
+    moved = await run_together([source.call_within("send_weights", step, transfer=message), *loads])
     commits = [group.call_within("commit_weights", step, transfer=message.id) for group, _ in lacking]
-    committed = await _all(commits)
+    committed = await run_together(commits)
     received = sum(response.received_bytes for record in moved[1:] for response in record.responses)
     return _summary(source, described[0], started, received, (*moved, *committed))
 
@@ -139,10 +139,10 @@ def _summary(
     return CallRecord(source.name, SYNC, started, ended, metrics, described.policy_version, (), parts)
 
 
-async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def run_together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs calls at the same time and returns their results, in order. Where one fails, the others have SETTLE_S to end
     and are then cancelled; raises the error of the rank that is lost, or else the first that is no consequence of
-    another's."""
+    another's; CallCancelled where all that did not succeed were cancelled from outside."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -153,8 +153,10 @@ async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     errors = [error for task in tasks if not task.cancelled() and (error := task.exception())]
-    if errors or any(task.cancelled() for task in tasks):
+    if errors:
         raise min(errors, key=_blame)
+    if any(task.cancelled() for task in tasks):
+        raise CallCancelled("a call of the transfer of weights was cancelled")
     return [task.result() for task in tasks]
 
 
