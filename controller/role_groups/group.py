@@ -7,9 +7,9 @@ one request to each rank, and collects references to the rows that the ranks mad
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from client.fanout import FanOut
@@ -18,7 +18,7 @@ from client.session import AFTER_UPDATES, Session, StepContext
 from controller.role_groups.call import Callee, GroupCall
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.futures import Promise, awaited, lateness_of, pass_on, then
+from controller.role_groups.futures import Promise, awaited, lateness_of, pass_on, resolved, then
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Place, Placement
 from nccl_transfer.refs.batch import Batch, Column
@@ -37,6 +37,21 @@ INTRODUCE_S = 60.0
 """Timeout of Introduce, in seconds."""
 GENERATES = "generate_sequences"
 """Python name of the method that runs ahead of the updates of earlier steps, where `run.ahead` says so."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Places of several calls that belong together, in the order of calls on their devices.
+
+    Attributes:
+        held: Place of those that are made first. Later calls on its devices wait until `calls` leaves it.
+        later: Place of the last call of each group that has one of its own, behind.
+        first: Futures that must be resolved before the calls are made, beside those of `held`.
+    """
+
+    held: Place
+    later: Mapping[RoleGroup, Place]
+    first: Sequence[Future[None]]
 
 
 class RoleGroup:
@@ -80,6 +95,9 @@ class RoleGroup:
         self._devices = devices
         self._placement = placement
         self._loop = loop
+        self._settled: Future[None] = resolved(None)
+        """Resolved when the last call without rows has ended. Of the methods of a service that does not learn, only
+        those without rows may change its state."""
         self._methods = group_methods(description.role)
         endpoints = [endpoint_from_proto(rank.endpoint) for rank in description.ranks]
         self._callee = Callee(self.name, ranks, description, self.mesh, endpoints, self._codec(), session)
@@ -140,6 +158,8 @@ class RoleGroup:
             with self._placement.turn([self.ranks.service], name, step) as moved:
                 longest_s = 2 * self.session.time_of(name) + LATE_S
                 place = self._placement.enter(self._devices, self.ranks, longest_s)
+                if not method.takes_rows:
+                    self._settled = place.ended
                 call = GroupCall(self._callee, method, header, inputs, options, step, place, moved)
                 return self._loop.start(call.run(self.running))
 
@@ -153,9 +173,11 @@ class RoleGroup:
     def call_with(
         self,
         others: Sequence[RoleGroup],
-        calls: Callable[[StepContext], Coroutine[Any, Any, CallRecord]],
+        calls: Callable[[StepContext, Places], Coroutine[Any, Any, CallRecord]],
         longest_s: float,
         of: StepContext | None = None,
+        *,
+        beside: bool = False,
     ) -> FutureBatch:
         """Starts several calls of this group and others that belong together, and returns without waiting. They have
         one place in the order of calls: the devices of all these groups are theirs while `calls` runs. In a step with
@@ -163,35 +185,57 @@ class RoleGroup:
 
         Args:
             others: The other groups.
-            calls: Coroutine function that makes the calls by `call_within`, in the step that it is given, and returns
-                the record of the whole, of which theirs are parts.
+            calls: Coroutine function that makes the calls by `call_within`, in the step and at the places that it is
+                given, and returns the record of the whole, of which theirs are parts.
             longest_s: Longest time that it takes, in seconds.
             of: The step that they belong to. Default: the one begun last.
+            beside: Whether calls of the others on rows go on meanwhile, and only this group's devices are theirs. The
+                others then have places of their own, behind, for the last call of each. `calls` begins when the calls
+                of the others without rows before it have ended.
 
         Returns:
             A batch without rows, whose record is the one that `calls` returned.
         """
         step = self.session.step_of(of)
-        devices = self._devices.union(*(group._devices for group in others))
+        devices = self._devices.union(*(group._devices for group in others if not beside))
 
         def begin() -> Future[CallRecord]:
             names = [self.ranks.service, *(group.ranks.service for group in others)]
             with self._placement.turn(names, "describe_weights", step) as moved:
-                place = self._placement.enter(devices, object(), longest_s)
-                return self._loop.start(_in_place(place, moved, calls, step))
+                held, first = self._placement.enter(devices, object(), longest_s), list[Future[None]]()
+                later: dict[RoleGroup, Place] = {}
+                for group in others:
+                    first.append(group._settled)
+                    if beside:
+                        later[group] = self._placement.enter(group._devices, group.ranks, longest_s)
+                    group._settled = later.get(group, held).ended
+                return self._loop.start(_in_place(Places(held, later, first), moved, calls, step))
 
         return FutureBatch(0, {}, (_begun(begin, step, AFTER_UPDATES if self._learns else 0),), of)
 
-    async def call_within(self, name: str, step: StepContext, **options: Any) -> CallRecord:
-        """Coroutine of a call without rows, for `call_with`: sends it at once, and returns its record.
+    def runs_beside(self, name: str) -> bool:
+        """Whether a call of a method may run beside the others of the group: the ranks execute it so, and the service
+        stays on its devices."""
+        path = self._methods[name].path[1:]
+        is_beside = any(method.beside and method.name == path for method in self.description.methods)
+        return is_beside and self.ranks.service not in self._placement.moving
+
+    async def call_within(
+        self, name: str, step: StepContext, place: Place | None = None, *, beside: bool = False, **options: Any
+    ) -> CallRecord:
+        """Coroutine of a call without rows, for `call_with`: returns its record.
 
         Args:
             name, options: As for `call`.
             step: The step that it belongs to.
+            place: Its place, one of `Places.later`. Default: that of the whole; it is sent at once.
+            beside: Whether the ranks execute it beside those that have an order.
         """
-        place = Place(self.ranks, [], self.session.timeout_s)
+        place = place or Place(self.ranks, [], self.session.timeout_s)
         header = self.session.header(step, self.name, name)
-        call = GroupCall(self._callee, self._methods[name], header, FutureBatch(0, {}), options, step, place)
+        call = GroupCall(
+            self._callee, self._methods[name], header, FutureBatch(0, {}), options, step, place, beside=beside
+        )
         _, record = await call.run(self.running)
         return record
 
@@ -307,25 +351,27 @@ def _begun(begin: Callable[[], Future[T]], step: StepContext, lateness: int) -> 
 
 
 async def _in_place(
-    place: Place,
+    places: Places,
     moved: Sequence[Future[tuple[Batch, CallRecord]]],
-    calls: Callable[[StepContext], Coroutine[Any, Any, CallRecord]],
+    calls: Callable[[StepContext, Places], Coroutine[Any, Any, CallRecord]],
     step: StepContext,
 ) -> CallRecord:
-    """Waits until it is the turn of `place`, makes the calls, and leaves it. `moved`: as of a `GroupCall`. Raises
-    DeadlineExceeded where the calls before take longer than they may."""
+    """Waits until it is the turn of `places.held`, makes the calls, and leaves all places. `moved`: as of a
+    `GroupCall`. Raises DeadlineExceeded where the calls before take longer than they may."""
+    patience_s = places.held.patience_s
     try:
         try:
-            async with asyncio.timeout(place.patience_s):
-                moves = await awaited([*moved, *place.first])
+            async with asyncio.timeout(patience_s):
+                moves = await awaited([*moved, *places.held.first, *places.first])
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"waited {place.patience_s:g} s for the calls before on the same devices to end"
+                f"waited {patience_s:g} s for the calls before on the same devices to end"
             ) from error
-        whole = await calls(step)
+        whole = await calls(step, places)
         return replace(whole, parts=(*(record for _, record in moves[: len(moved)]), *whole.parts))
     finally:
-        place.leave()
+        for place in (places.held, *places.later.values()):
+            place.leave()
 
 
 def inputs_of(service: str, method: Method, batch: FutureBatch) -> FutureBatch:
