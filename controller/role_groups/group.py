@@ -221,7 +221,13 @@ class RoleGroup:
         return is_beside and self.ranks.service not in self._placement.moving
 
     async def call_within(
-        self, name: str, step: StepContext, place: Place | None = None, *, beside: bool = False, **options: Any
+        self,
+        name: str,
+        step: StepContext,
+        place: Place | None = None,
+        *,
+        beside: bool = False,
+        **options: Any,
     ) -> CallRecord:
         """Coroutine of a call without rows, for `call_with`: returns its record.
 

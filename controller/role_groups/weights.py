@@ -36,7 +36,7 @@ def sync_weights(
     """Starts a transfer of the source's weights to all ranks of the receivers, and returns without waiting. It has one
     place in the order of calls on the devices of all of them; with `run.ahead` it enters it with the updates of its
     step. Where all receivers load weights beside their other calls, it has only the devices of the source, and its
-    CommitWeights has a place of its own on those of each receiver: calls before that on rows may be under way meanwhile.
+    CommitWeights has a place of its own on those of each receiver: calls on rows before that may run meanwhile.
 
     Args:
         source: Group whose ranks have a training engine.
@@ -145,7 +145,9 @@ def _summary(
     has the time of commits after that too, without their waits for other calls."""
     started, ended = times
     commits = [part for part in parts if part.method == "commit_weights" and part.started_s >= ended]
-    seconds = max(ended - started, 1e-9) + max((each.ended_s - each.started_s for each in commits), default=0.0)
+    seconds = max(ended - started, 1e-9) + max(
+        (each.ended_s - each.started_s for each in commits), default=0.0
+    )
     metrics = {
         "weights_bytes": float(received),
         "weights_seconds": seconds,

@@ -292,7 +292,9 @@ class Simulation:
                     mesh=worker_pb2.MeshShape(pipeline=1, tensor=1, data=1),
                     input_form=worker_pb2.INPUT_FORM_TENSOR,
                     methods=[
-                        worker_pb2.MethodInfo(name=method.path[1:], beside=getattr(table, "second_buffer", False))
+                        worker_pb2.MethodInfo(
+                            name=method.path[1:], beside=getattr(table, "second_buffer", False)
+                        )
                         for method in map(group_methods(table.role).get, ("describe_weights", "load_weights"))
                         if method
                     ],
