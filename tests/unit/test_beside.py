@@ -159,7 +159,7 @@ def test_few_wait_and_only_where_the_worker_allows_it(store: TensorStore) -> Non
         rank.worker.ranks.size = 2
         await rank.start("describe_weights")[1]
         rank.worker.beside = frozenset()
-        with pytest.raises(InvalidRequest, match="call.sequence is missing"):
+        with pytest.raises(InvalidRequest, match=r"call\.sequence is missing"):
             rank.start("describe_weights")
         rank.worker.ranks.size = 1
 
