@@ -119,6 +119,7 @@ class Target:
                 "ranks": 2,
                 "output_roots": [directory],
                 "optimizer": {"learning_rate": 1e-2},
+                "rollout_engine": "none",
             },
             "rollout": {**common, "ranks": 2, "mesh": "1-2-1"},
             "reward": {"function": "chaos.logged_rewards:logged"},
