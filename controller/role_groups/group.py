@@ -7,9 +7,8 @@ one request to each rank, and collects references to the rows that the ranks mad
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from client.fanout import FanOut
@@ -18,13 +17,14 @@ from client.session import AFTER_UPDATES, Session, StepContext
 from controller.role_groups.call import Callee, GroupCall, RunningCall
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.futures import Promise, awaited, lateness_of, pass_on, resolved, then
+from controller.role_groups.futures import Promise, lateness_of, pass_on, resolved, then
+from controller.role_groups.joint_calls import JointCalls, JointPlaces, in_places
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Place, Placement
 from nccl_transfer.refs.batch import Batch, Column
 from nccl_transfer.refs.wire_ranks import endpoint_from_proto, mesh_from_proto
 from rlhf.contract import Method, group_methods
-from rlhf.errors import DeadlineExceeded, InvalidRequest
+from rlhf.errors import InvalidRequest
 from rlhf.v1 import worker_pb2
 
 G = TypeVar("G", bound="RoleGroup")
@@ -37,21 +37,6 @@ INTRODUCE_S = 60.0
 """Timeout of Introduce, in seconds."""
 GENERATES = "generate_sequences"
 """Python name of the method that runs ahead of the updates of earlier steps, where `run.ahead` says so."""
-
-
-@dataclass(frozen=True)
-class Places:
-    """Places of several calls that belong together, in the order of calls on their devices.
-
-    Attributes:
-        held: Place of those that are made first. Later calls on its devices wait until `calls` leaves it.
-        later: Place of the last call of each group that has one of its own, behind.
-        first: Futures that must be resolved before the calls are made, beside those of `held`.
-    """
-
-    held: Place
-    later: Mapping[RoleGroup, Place]
-    first: Sequence[Future[None]]
 
 
 class RoleGroup:
@@ -173,7 +158,7 @@ class RoleGroup:
     def call_with(
         self,
         others: Sequence[RoleGroup],
-        calls: Callable[[StepContext, Places], Coroutine[Any, Any, CallRecord]],
+        calls: JointCalls,
         longest_s: float,
         of: StepContext | None = None,
         *,
@@ -203,13 +188,13 @@ class RoleGroup:
             names = [self.ranks.service, *(group.ranks.service for group in others)]
             with self._placement.turn(names, "describe_weights", step) as moved:
                 held, first = self._placement.enter(devices, object(), longest_s), list[Future[None]]()
-                later: dict[RoleGroup, Place] = {}
+                later: dict[str, Place] = {}
                 for group in others:
                     first.append(group._settled)
                     if beside:
-                        later[group] = self._placement.enter(group._devices, group.ranks, longest_s)
-                    group._settled = later.get(group, held).ended
-                return self._loop.start(_in_place(Places(held, later, first), moved, calls, step))
+                        later[group.name] = self._placement.enter(group._devices, group.ranks, longest_s)
+                    group._settled = later.get(group.name, held).ended
+                return self._loop.start(in_places(JointPlaces(held, later, first), moved, calls, step))
 
         return FutureBatch(0, {}, (_begun(begin, step, AFTER_UPDATES if self._learns else 0),), of)
 
@@ -234,7 +219,7 @@ class RoleGroup:
         Args:
             name, options: As for `call`.
             step: The step that it belongs to.
-            place: Its place, one of `Places.later`. Default: that of the whole; it is sent at once.
+            place: Its place, one of `JointPlaces.later`. Default: that of the whole; it is sent at once.
             beside: Whether the ranks execute it beside those that have an order.
         """
         place = place or Place(self.ranks, [], self.session.timeout_s)
@@ -354,31 +339,6 @@ def _begun(begin: Callable[[], Future[T]], step: StepContext, lateness: int) -> 
         result = begin()
     step.made(result)
     return result
-
-
-async def _in_place(
-    places: Places,
-    moved: Sequence[Future[tuple[Batch, CallRecord]]],
-    calls: Callable[[StepContext, Places], Coroutine[Any, Any, CallRecord]],
-    step: StepContext,
-) -> CallRecord:
-    """Waits until it is the turn of `places.held`, makes the calls, and leaves all places. `moved`: as of a
-    `GroupCall`. Raises DeadlineExceeded where the calls before take longer than they may."""
-    patience_s = places.held.patience_s
-    try:
-        try:
-            async with asyncio.timeout(patience_s):
-                moves = await awaited([*moved, *places.held.first, *places.first])
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"waited {patience_s:g} s for the calls before on the same devices to end"
-            ) from error
-        places.held.was_sent()
-        whole = await calls(step, places)
-        return replace(whole, parts=(*(record for _, record in moves[: len(moved)]), *whole.parts))
-    finally:
-        for place in (places.held, *places.later.values()):
-            place.leave()
 
 
 def inputs_of(service: str, method: Method, batch: FutureBatch) -> FutureBatch:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from client.session import StepContext
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.group import LATE_S, Places, RoleGroup
+from controller.role_groups.group import LATE_S, RoleGroup
+from controller.role_groups.joint_calls import JointPlaces
 from rlhf.errors import CallCancelled, PeerFailed, ServiceLost
 from rlhf.v1 import weights_pb2
 
@@ -54,14 +55,14 @@ def sync_weights(
     beside = all(group.runs_beside("load_weights") for group in others)
     longest_s = sum(2 * source.session.time_of(name) + LATE_S + SETTLE_S for name in STAGES)
 
-    async def transfer(step: StepContext, places: Places) -> CallRecord:
+    async def transfer(step: StepContext, places: JointPlaces) -> CallRecord:
         return await _transfer(source, others, step, bucket_bytes, places)
 
     return source.call_with(others, transfer, longest_s, step, beside=beside)
 
 
 async def _transfer(
-    source: RoleGroup, others: Sequence[RoleGroup], step: StepContext, bucket_bytes: int, places: Places
+    source: RoleGroup, others: Sequence[RoleGroup], step: StepContext, bucket_bytes: int, places: JointPlaces
 ) -> CallRecord:
     """Makes the calls of a transfer. Returns the record of the whole, which ends when `places.held` is left; its parts
     are those of the calls that moved weights."""
@@ -86,7 +87,7 @@ async def _transfer(
     if beside:
         places.held.leave()
     commits = [
-        group.call_within("commit_weights", step, places.later.get(group), transfer=message.id)
+        group.call_within("commit_weights", step, places.later.get(group.name), transfer=message.id)
         for group, _ in lacking
     ]
     committed = await run_together(commits)
