@@ -190,8 +190,8 @@ class RoleGroup:
                 held, first = self._placement.enter(devices, object(), longest_s), list[Future[None]]()
                 later: dict[str, Place] = {}
                 for group in others:
-                    first.append(group._settled)
                     if beside:
+                        first.append(group._settled)
                         later[group.name] = self._placement.enter(group._devices, group.ranks, longest_s)
                     group._settled = later.get(group.name, held).ended
                 return self._loop.start(in_places(JointPlaces(held, later, first), moved, calls, step))

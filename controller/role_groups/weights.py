@@ -48,8 +48,8 @@ def sync_weights(
 
     Returns:
         A batch without rows, whose record is that of the whole transfer, with metrics weights_bytes (received by all
-        ranks), weights_seconds (see `_summary`) and weights_gb_per_s, and with the calls that moved weights as its
-        parts.
+        ranks), weights_seconds (the transfer and its commits, without their waits for other calls) and
+        weights_gb_per_s, and with the calls that moved weights as its parts.
     """
     others = [group for group in receivers if group.ranks is not source.ranks]
     beside = all(group.runs_beside("load_weights") for group in others)
@@ -142,8 +142,8 @@ def _summary(
     received: int,
     parts: tuple[CallRecord, ...] = (),
 ) -> CallRecord:
-    """Returns the record of a transfer from `times[0]` to `times[1]`, Unix times in seconds. The metric weights_seconds
-    has the time of commits after that too, without their waits for other calls."""
+    """Returns the record of a transfer from `times[0]` to `times[1]`, Unix times in seconds. The longest commit after
+    that counts in its metric weights_seconds too."""
     started, ended = times
     commits = [part for part in parts if part.method == "commit_weights" and part.started_s >= ended]
     seconds = max(ended - started, 1e-9) + max(
