@@ -27,7 +27,7 @@ from rlhf.contract import Method, group_methods
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import worker_pb2
 
-G = TypeVar("G", bound="RoleGroup")
+G = TypeVar("G", bound="CallingGroup")
 T = TypeVar("T")
 
 LATE_S = 15.0
@@ -39,9 +39,8 @@ GENERATES = "generate_sequences"
 """Python name of the method that runs ahead of the updates of earlier steps, where `run.ahead` says so."""
 
 
-class RoleGroup:
-    """All ranks of one service in one of its roles. A method starts a call on all ranks and returns without waiting:
-    a batch of futures, without columns unless it says which.
+class CallingGroup:
+    """Makes calls on all ranks of one service in one of its roles, and returns without waiting; see `RoleGroup`.
 
     Args:
         ranks: Sends calls to all ranks; role groups of two roles of one service share it.
@@ -157,7 +156,7 @@ class RoleGroup:
 
     def call_with(
         self,
-        others: Sequence[RoleGroup],
+        others: Sequence[CallingGroup],
         calls: JointCalls,
         longest_s: float,
         of: StepContext | None = None,
@@ -199,11 +198,9 @@ class RoleGroup:
         return FutureBatch(0, {}, (_begun(begin, step, AFTER_UPDATES if self._learns else 0),), of)
 
     def runs_beside(self, name: str) -> bool:
-        """Whether a call of a method may run beside the others of the group: the ranks execute it so, and the service
-        stays on its devices."""
+        """Whether the ranks execute a call of a method beside the others."""
         path = self._methods[name].path[1:]
-        is_beside = any(method.beside and method.name == path for method in self.description.methods)
-        return is_beside and self.ranks.service not in self._placement.moving
+        return any(method.beside and method.name == path for method in self.description.methods)
 
     async def call_within(
         self,
@@ -240,6 +237,12 @@ class RoleGroup:
         result = self._loop.start(call.run(self.running))
         step.made(result)
         return result
+
+
+class RoleGroup(CallingGroup):
+    """All ranks of one service in one of its roles, with the methods that every role serves. A method starts a call on
+    all ranks and returns without waiting: a batch of futures, without columns unless it says which.
+    """
 
     async def cancel_all(self) -> None:
         """Coroutine that asks all ranks to cancel the running calls of this group, and waits for the responses to
