@@ -186,7 +186,7 @@ class CallingGroup:
         def begin() -> Future[CallRecord]:
             names = [self.ranks.service, *(group.ranks.service for group in others)]
             with self._placement.turn(names, "describe_weights", step) as moved:
-                held, first = self._placement.enter(devices, object(), longest_s), list[Future[None]]()
+                held, first = self._placement.enter(devices, object(), longest_s), list[Future[Any]]()
                 later: dict[str, Place] = {}
                 for group in others:
                     if beside:

@@ -28,7 +28,7 @@ class JointPlaces:
 
     held: Place
     later: Mapping[str, Place]
-    first: Sequence[Future[None]]
+    first: Sequence[Future[Any]]
 
 
 JointCalls = Callable[[StepContext, JointPlaces], Coroutine[Any, Any, CallRecord]]

@@ -146,8 +146,9 @@ class Target:
         )
         self._launchers = {name: self._serve(name) for name in tables}
 
-    def run(self, directory: Path) -> tuple[RlhfError | None, set[tuple[str, str]]]:
-        """Executes a run. Returns the error by which it ended, and the prompts and responses that were scored."""
+    def run(self, directory: Path) -> tuple[RlhfError | None, list[str]]:
+        """Executes a run. Returns the error by which it ended, and the prompt and response of each row that was
+        scored."""
         self._log.write_text("")
         config = with_tables(self.config, run={"directory": directory})
         with ThreadPoolExecutor(1) as threads:
@@ -156,8 +157,7 @@ class Target:
                 error = None
             except RlhfError as caught:
                 error = caught
-        lines = self._log.read_text().splitlines()
-        return error, {(prompt, response) for prompt, response in map(json.loads, lines)}
+        return error, self._log.read_text().splitlines()
 
     def pid(self, service: str, rank: int) -> int:
         return self._described(service).ranks[rank].pid
@@ -249,7 +249,7 @@ def test_a_run_ends_by_name_and_no_row_is_of_mixed_weights(
     (whole,) = (tmp_path / "whole").iterdir()
     expected, updates = metrics_of(tmp_path / "whole"), [line for line in read_metrics(whole) if line["step"]]
     takes_s = sum(line["time/sync_weights_s"] for line in updates) / len(updates)
-    assert len(scored) == STEPS * PROMPTS * 2, "no response twice, so that a mixture is seen"
+    assert len(scored) == len(set(scored)) > 0, "no response twice, so that a mixture is seen"
     drawn = random.Random(int(os.environ.get("SHOTS_SEED", SEED)) + seed)
     shots = [Shot.draw(drawn, kind) for kind, count in kinds.items() for _ in range(count)]
     drawn.shuffle(shots)
@@ -263,7 +263,7 @@ def test_a_run_ends_by_name_and_no_row_is_of_mixed_weights(
             strike.end()
         said = f"shot {number}, {shot}: {error}"
         print(said, flush=True)
-        assert seen <= scored, f"{said}; rows of no version: {seen - scored}"
+        assert set(seen) <= set(scored), f"{said}; rows of no version: {set(seen) - set(scored)}"
         assert metrics_of(directory).items() <= expected.items(), said
         if error is None:
             assert (shot.stop_s or UPDATE_S) < UPDATE_S, said
