@@ -18,6 +18,7 @@ from benchmarks.ports import free_port
 from benchmarks.report import circumstances, console, json_option, write_json
 from controller.api import run
 from controller.config.config import load
+from controller.tracking.timeline import TIMELINE_FILE, read_events
 from deploy.quickstart import Recipe
 from deploy.quickstart.build import build
 
@@ -26,6 +27,23 @@ WARM_UP = 2
 """Number of first steps that are left out."""
 MOST = 0.05
 """Aim: largest share of a step that a weight update takes."""
+
+
+def beside_generation(run_dir: Path) -> float:
+    """Returns the share of the time in which weights were loaded, in steps after the warm-up, in which the rollout
+    service generated too."""
+    spans: dict[str, list[tuple[int, int]]] = {"load_weights": [], "generate_sequences": []}
+    for event in read_events(run_dir / TIMELINE_FILE):
+        is_call = event["ph"] == "X" and event["cat"] == "controller"
+        if is_call and event["name"] in spans and event["args"]["step"] > WARM_UP:
+            spans[event["name"]].append((event["ts"], event["ts"] + event["dur"]))
+    loads = spans["load_weights"]
+    both = sum(
+        max(0, min(end, other_end) - max(begin, other))
+        for begin, end in loads
+        for other, other_end in spans["generate_sequences"]
+    )
+    return both / sum(end - begin for begin, end in loads)
 
 
 def measured(directory: Path, steps: int, ahead: int) -> dict[str, Any]:
@@ -44,7 +62,8 @@ def measured(directory: Path, steps: int, ahead: int) -> dict[str, Any]:
         *(f"services.{name}.model='{task / 'model'}'" for name in services if name != "reward"),
     ]
     config = load(CONFIG, tuple(settings))
-    lines = run(config, "ppo", launch=True).metrics[1 + WARM_UP :]
+    done = run(config, "ppo", launch=True)
+    lines = done.metrics[1 + WARM_UP :]
     step_s = [line["time/step_s"] for line in lines]
     sync_s = [line["time/sync_weights_s"] for line in lines]
     return {
@@ -54,6 +73,7 @@ def measured(directory: Path, steps: int, ahead: int) -> dict[str, Any]:
         "sync_weights_s": sync_s,
         "median_share": statistics.median(sync / step for sync, step in zip(sync_s, step_s, strict=True)),
         "mean_share": sum(sync_s) / sum(step_s),
+        "beside_generation": beside_generation(done.directory),
     }
 
 
@@ -68,7 +88,14 @@ def main(steps: int, json_path: Path | None) -> None:
         build(directory / "task", Recipe(max_steps=20))
         runs = [measured(directory, steps, ahead) for ahead in (0, 1)]
     table = Table(
-        "run.ahead", "MB moved", "step s", "update of weights s", "share", "mean share", title="Medians"
+        "run.ahead",
+        "MB",
+        "step s",
+        "weight update s",
+        "share",
+        "mean share",
+        "beside generation",
+        title="Medians",
     )
     for each in runs:
         step_s, sync_s = statistics.median(each["step_s"]), statistics.median(each["sync_weights_s"])
@@ -79,6 +106,7 @@ def main(steps: int, json_path: Path | None) -> None:
             f"{sync_s:.3f}",
             f"{each['median_share']:.1%}",
             f"{each['mean_share']:.1%}",
+            f"{each['beside_generation']:.0%}",
         )
     console().print(table)
     console().print(f"aim: at most {MOST:.0%} of a step, on {before['cpu']}")
