@@ -97,6 +97,7 @@ bench: setup ## Run the benchmarks; figures go to a directory for this maker of 
 	$(BIN)/python -m benchmarks.overhead --json $(RESULTS)/overhead.json
 	$(BIN)/python -m benchmarks.sandbox --json $(RESULTS)/sandbox.json
 	$(BIN)/python -m benchmarks.weights --json $(RESULTS)/weights.json
+	$(BIN)/python -m benchmarks.weight_update --json $(RESULTS)/weight_update.json
 	$(BIN)/python -m benchmarks.transition --json $(RESULTS)/transition.json
 	$(BIN)/python -m benchmarks.generate --json $(RESULTS)/generate.json
 	$(BIN)/python -m benchmarks.end_to_end --json $(RESULTS)/end_to_end.json

@@ -20,6 +20,9 @@ TRAINING_GROUP = "rlhf_cluster.training_engines"
 ROLLOUT_GROUP = "rlhf_cluster.rollout_engines"
 """Entry-point group of rollout engines: NAME = "module:object", where the object is a `RolloutSpec`."""
 
+NO_ROLLOUT = "none"
+"""Name of the rollout engine of an actor whose responses a rollout service generates."""
+
 LOWEST_TEMPERATURE = 1e-6
 """Lowest sampling temperature: quotients of logits and smaller ones leave the range of float32."""
 
@@ -178,6 +181,7 @@ ROLLOUT_ENGINES: Mapping[str, RolloutSpec] = {
         takes_shards=True,
         check_model=meshes.check_vllm,
     ),
+    NO_ROLLOUT: RolloutSpec(implementation="services.rollout.none:NoRollout", takes_shards=True),
 }
 """Rollout engines of this project, by name."""
 

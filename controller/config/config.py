@@ -140,6 +140,7 @@ class Config(Strict):
         checks.check_kl(self.algorithm, self.rows_per_step)
         checks.check_correction(self.algorithm, self.rollout)
         checks.check_drift(self.algorithm, self.rollout)
+        checks.check_generation(self.services, self.generators)
         checks.check_sampling(self.rollout, self.services)
         checks.check_truncation(self.algorithm, self.rollout)
         checks.check_best(self.checkpoint, self.run)

@@ -49,6 +49,8 @@ class RolloutWorker(ReceivingWorker):
         self.rollout = make_rollout(table, None, ranks.mesh, self.torch_device)
         self._generator = SequenceGenerator(self, self.rollout, table.model)
         self.inbox = WeightInbox(self.rollout, self._wanted, second_buffer=table.second_buffer)
+        if table.second_buffer:
+            self.beside = frozenset({"describe_weights", "load_weights"})
 
     def check_awake(self) -> None:
         self.rollout.check_awake()

@@ -98,7 +98,7 @@ def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
         activation_checkpointing=table.activation_checkpointing,
         packing=table.packing,
         micro_batch_tokens=table.micro_batch_tokens,
-        rollout=_rollout_use(table, truncates) if isinstance(table, ActorTable) else None,
+        rollout=_rollout_use(table, truncates) if isinstance(table, ActorTable) and table.generates else None,
         on_gpu=on_gpu,
         arena_bytes=table.arena_mb << 20,
         device_arena_bytes=table.device_arena_bytes if on_gpu else 0,

@@ -145,6 +145,15 @@ def test_a_rollout_service_generates_with_the_weights_that_the_actor_would(name:
         assert states == own.states()
 
 
+def test_new_weights_arrive_while_the_rollout_service_generates(tmp_path: Path) -> None:
+    steps, generate = range(2, 6), "rollout.generate_sequences"
+    table = ("run.ahead=1", "run.evaluate_every=0", ROLLOUT)
+    # Each generation goes on until the weights of the update before have begun to arrive, and gets none of them.
+    weather = Weather(after={(generate, step, 1): ("rollout.load_weights", step - 1) for step in steps})
+    run = simulate(tmp_path, "ppo", *table, weather=weather)
+    assert results(run) == results(simulate(tmp_path, "ppo", *table))
+
+
 def test_without_ahead_calls_come_as_the_algorithm_makes_them(tmp_path: Path) -> None:
     run = simulate(tmp_path, "ppo", "run.steps=2", "run.evaluate_every=0")
     order = ["generate_sequences", "compute_log_prob", "update_actor"]

@@ -239,6 +239,10 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
             r"algorithm\.value_loss: 'no:loss' cannot be imported: ModuleNotFound",
         ),
         ("algorithm.aggregation='mean'", r"algorithm\.aggregation: .*'token-mean'.*given: 'mean'"),
+        (
+            "services.actor.rollout_engine='none'",
+            r"services\.actor\.rollout_engine: none is for an actor whose responses a service .*has none",
+        ),
     ],
 )
 def test_an_impossible_setting_is_refused_in_one_line(setting: str, expected: str) -> None:
