@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from client import waiting
 from client.waiting import counting, settle
 from controller.algorithms import find_algorithm
 from controller.config.config import Config, load
@@ -140,6 +141,16 @@ def test_a_thread_that_nothing_will_wake_is_told_so() -> None:
         with pytest.raises(DeadlineExceeded, match="stuck"):
             settle([promise()])
     loop.close()
+
+
+def test_a_thread_that_executes_for_ever_ends_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "EXECUTES_S", 0.05)
+    with counting() as threads:
+        threads.begin()  # stands for a thread that never waits
+        loop = Loop(VirtualTimeLoop(threads))
+        with pytest.raises(DeadlineExceeded, match=r"stuck: a thread has executed for 0.05 s without a wait"):
+            settle([promise()])
+        loop.close()
 
 
 def test_shares_of_overlap_and_waiting() -> None:
