@@ -46,13 +46,13 @@ def gpus_by_service(
         ConfigError: A GPU is not on this host, or the GPUs of the services are on several hosts.
     """
     found: dict[str, tuple[str, ...]] = {}
-    first: tuple[str, str] | None = None
+    first: tuple[Gpu, str] | None = None
     for name in names if visible else ():
         for device, gpu in _gpus(config, name):
-            first = first or (device, name)
-            if gpu.host != _host(first[0]):
+            first = first or (gpu, f"{device} of services.{name}")
+            if gpu.host != first[0].host:
                 raise ConfigError(
-                    f"services.{name}: {device} is on another host than {first[0]} of services.{first[1]}, and "
+                    f"services.{name}: {device} is on another host than {first[1]}, and "
                     "rlhf-deploy starts ranks on this host alone: name the services of this host with --only, and "
                     "start one whose pool has several hosts by torchrun on each (docs/transfer.md)"
                 )
@@ -68,8 +68,11 @@ def gpus_by_service(
 
 def gpu_variables(gpus: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables with which a process sees these GPUs, in this order; none where there are none.
-    Numbers are those of `nvidia-smi`, unless `environment`, that of this process, says otherwise."""
-    return {VISIBLE: ",".join(gpus), ORDER: environment.get(ORDER, "PCI_BUS_ID")} if gpus else {}
+    Numbers are those of `nvidia-smi`, unless `environment`, that of this process, gives them a meaning already."""
+    if not gpus:
+        return {}
+    order = {} if {VISIBLE, ORDER} & environment.keys() else {ORDER: "PCI_BUS_ID"}
+    return {VISIBLE: ",".join(gpus), **order}
 
 
 def _gpus(config: Config, name: str) -> list[tuple[str, Gpu]]:
@@ -78,9 +81,3 @@ def _gpus(config: Config, name: str) -> list[tuple[str, Gpu]]:
     if table.device == "cpu" or not table.needs_torch:
         return []
     return [(device, gpu) for device in config.device_order(name) if (gpu := gpu_of(device))]
-
-
-def _host(device: str) -> str:
-    gpu = gpu_of(device)
-    assert gpu is not None, "only GPUs are looked at"
-    return gpu.host

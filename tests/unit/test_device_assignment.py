@@ -70,10 +70,10 @@ def test_each_rank_takes_the_device_of_its_number_and_sees_the_whole_pool() -> N
         "CUDA_VISIBLE_DEVICES": "2,0",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
-    assert (
-        gpu_variables(sees["actor"], {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"})["CUDA_DEVICE_ORDER"]
-        == "FASTEST_FIRST"
-    )
+    for given in ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}):
+        assert gpu_variables(sees["actor"], given) == {"CUDA_VISIBLE_DEVICES": "2,0"}, (
+            "the order is inherited"
+        )
     assert gpu_variables((), {}) == {}
 
 
@@ -219,7 +219,8 @@ def test_ranks_are_started_with_the_gpus_of_their_pool(
         'two = ["gpu:2", "gpu:3", "gpu:0"]\n' + "".join(tables)
     )
     monkeypatch.setattr(supervisor, "visible_gpus", lambda environment: ["4", "5", "6", "7"])
-    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    for name in ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
     program = (
         "import json, os; print(json.dumps([os.environ[key] for key in "
         "('LOCAL_RANK', 'CUDA_VISIBLE_DEVICES', 'CUDA_DEVICE_ORDER')]), flush=True)"
