@@ -4,7 +4,7 @@ still while a thread executes."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -104,13 +104,10 @@ def settle(futures: Iterable[Future[Any]]) -> None:
                 _counted.wait(future)
 
 
-def thread_begins() -> None:
-    """Counts a thread that is about to be started."""
-    if _counted is not None:
-        _counted.begin()
-
-
-def thread_ends() -> None:
-    """Counts the calling thread as ended."""
-    if _counted is not None:
-        _counted.end()
+def thread_begins() -> Callable[[], None]:
+    """Counts a thread that is about to be started. Returns a function that counts it as ended, which it has to call at
+    its end: by then another simulation may count threads, of which this is none."""
+    if _counted is None:
+        return lambda: None
+    _counted.begin()
+    return _counted.end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from client.waiting import counting, settle
 from controller.algorithms import find_algorithm
 from controller.config.config import Config, load
 from controller.mapping.cli import main
-from controller.role_groups.futures import promise
+from controller.role_groups.futures import on_thread, promise
 from controller.role_groups.loop import Loop
 from controller.simulation.clock import VirtualTimeLoop
 from controller.simulation.durations import Durations, measured
@@ -151,6 +152,18 @@ def test_a_thread_that_executes_for_ever_ends_the_simulation(monkeypatch: pytest
         with pytest.raises(DeadlineExceeded, match=r"stuck: a thread has executed for 0.05 s without a wait"):
             settle([promise()])
         loop.close()
+
+
+def test_a_thread_of_an_earlier_simulation_is_not_counted_in_the_next() -> None:
+    goes_on = threading.Event()
+    with counting():
+        ended = on_thread(lambda: goes_on.wait(20), "left over")
+        (thread,) = (each for each in threading.enumerate() if each.name == "left over")
+    with counting() as threads:
+        goes_on.set()
+        thread.join(20)
+        assert ended.result(0)
+        assert threads._count == 1, "this thread"
 
 
 def test_shares_of_overlap_and_waiting() -> None:
