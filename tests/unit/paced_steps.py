@@ -163,7 +163,7 @@ class PacedRun:
     def execute(self) -> PacedRun:
         """Executes the run and everything that is still under way at its end."""
         with self._patched():
-            steps = self._loop().steps(None)  # type: ignore[arg-type]
+            steps: Any = self._loop().steps(None)  # type: ignore[arg-type]
             try:
                 self._algorithm(steps)
             finally:
@@ -351,7 +351,7 @@ class PacedRun:
         saver = SimpleNamespace(
             is_due=lambda step, is_last: step > 0 and step % every == 0, after_step=self._saved
         )
-        return StepLoop(
+        parts: tuple[Any, ...] = (
             SimpleNamespace(
                 ahead=schedule.ahead, steps=schedule.steps, evaluate_every=schedule.evaluate_every
             ),
@@ -370,7 +370,8 @@ class PacedRun:
                 kept=SimpleNamespace(state=dict),
             ),
             saver if every else None,
-        )  # type: ignore[arg-type]
+        )
+        return StepLoop(*parts)
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
