@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from controller.config.algorithm import MAX_KL_ERROR, AlgorithmTable
 from controller.config.checkpoint import CheckpointTable
 from controller.config.data import DataTable
+from controller.config.devices import check_names
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
 from settings.actor import ActorTable
@@ -22,8 +23,10 @@ Services = Mapping[str, ServiceTable]
 
 
 def check_pools(services: Services, pools: Mapping[str, Sequence[str]]) -> None:
-    """Raises ValueError where a service names a pool that does not exist, or that has fewer devices than the service
-    has ranks. A service need not name a pool."""
+    """Raises ValueError where the names of a pool's devices are none (`check_names`), and where a service names a pool
+    that does not exist, or that has fewer devices than the service has ranks. A service need not name a pool."""
+    for pool, devices in pools.items():
+        check_names(f"pools.{pool}", devices)
     for name, table in services.items():
         if table.pool and table.pool not in pools:
             known = ", ".join(sorted(pools)) or "none"

@@ -323,7 +323,6 @@ class Simulation:
                 self.algorithm(run)
         finally:
             cluster._loop.close()
-            cluster._loop._loop.close()  # thousands of runs in one process would need as many descriptors
         return self
 
     def states(self) -> dict[str, tuple[int, int]]:
