@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from nccl_transfer.bucket_board import BucketBoard
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire_weights import slice_from_proto
 from nccl_transfer.store.store import TensorStore
-from rlhf.errors import InvalidRequest, Refused
+from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, Refused
 from rlhf.v1 import common_pb2, weights_pb2, worker_pb2
 from services.critic.worker import CriticWorker
 from services.engines.base import EngineOffloaded
@@ -64,6 +66,26 @@ def test_a_worker_describes_what_its_engine_holds_in_the_type_of_the_optimizer(c
 
 def test_a_transfer_that_nobody_reads_ends_at_once(critic: CriticWorker):
     assert send(critic, transfer_of(critic)).fields == {"packed_bytes": 0, "buckets": 0}
+
+
+def test_a_receiver_that_is_late_is_named_though_the_call_is_cancelled_at_its_deadline(critic: CriticWorker):
+    receiver = weights_pb2.RankWeights(
+        endpoint=common_pb2.Endpoint(address="127.0.0.1:2", host_id="host", service="rollout", rank=1),
+        slices=described(critic),
+    )
+    request = worker_pb2.SendWeightsRequest(transfer=transfer_of(critic, receivers=[receiver]))
+    call = context()
+    call.deadline = time.monotonic() + 0.3
+    cancel = threading.Timer(0.299, lambda: setattr(call, "cancelled", True))  # as the event loop does
+    cancel.start()
+    with pytest.raises(DeadlineExceeded, match="was not read by the deadline by rollout rank 1 at 127"):
+        critic.send_weights(NO_ROWS, request, call)
+    cancel.join()
+    call = context()
+    call.cancelled = True
+    request.transfer.id = "another"
+    with pytest.raises(CallCancelled):
+        critic.send_weights(NO_ROWS, request, call)
 
 
 def test_weights_of_another_policy_version_are_not_sent(critic: CriticWorker):
