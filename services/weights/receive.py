@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,12 +26,15 @@ from nccl_transfer.verification import ChecksumVerifier
 from rlhf.errors import Refused, TransferError, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
-from services.weights.copying import Values
+from services.weights.copying import Incoming, Values
+from services.weights.in_place import BucketInPlace, memory_of
 
 T = TypeVar("T")
-Piece = tuple[WeightSlice, Values]
+Piece = tuple[WeightSlice, Incoming]
 """A box of a tensor that has arrived, with its values."""
 
+IN_PLACE = "in_place"
+"""Name under which traffic of buckets in place is counted, beside those of transports."""
 CHECK_S = 0.1
 """Seconds between two calls of `check` while a bucket is waited for."""
 
@@ -44,8 +49,9 @@ def receive(
     """Yields every element that a receiver lacks once, as boxes of tensors, in no order of names. At most two buckets
     of them are in this process's memory at a time. Their checksums are verified as they are copied.
 
-    The next bucket is read while the caller copies the current one. To run the iterator to its end tells the sources
-    that everything has been read. Closing it earlier ends its connections.
+    Buckets in the memory of a rank on this host are read by the caller's copy. Where that is not possible, the next
+    bucket is read while the caller copies the current one. To run the iterator to its end tells the sources that
+    everything has been read. Closing it earlier ends its connections.
 
     Args:
         transfer: The transfer.
@@ -55,13 +61,13 @@ def receive(
         check: Called at least every CHECK_S seconds while the iterator waits; ends it by raising.
 
     Yields:
-        A box, in the element type that the receiver wants, and its values in host memory: row-major, of the box's
-        shape, valid until the next element is asked for.
+        A box, in the element type that the receiver wants, and its values, which can be copied until the next element
+        is asked for.
 
     Raises:
         DeadlineExceeded, ServiceLost, Refused: A source did not pack its buckets by the deadline, cannot be reached, or
             has another epoch or policy version; the message names it.
-        TransferError: No transport reaches a source, or the transfer cannot be planned. `Values.copy_to` raises it
+        TransferError: No transport reaches a source, or the transfer cannot be planned. `Incoming.copy_to` raises it
             where a bucket does not match its checksums; the message names its source and number.
         RlhfError: SendWeights failed on a source, with this error.
     """
@@ -76,7 +82,7 @@ def receive(
             reading = _wait(ahead, check)
             ahead = sources.begin(after) if after else None
             yield from reading.pieces()
-            sources.verify(bucket, reading)
+            reading.verify()
             sources.note_read(bucket, third)
         sources.finish(check)
 
@@ -94,22 +100,33 @@ class _ReadBucket:
     """A bucket in this process's memory, whose checksums are verified as far as it is used: so that a block is in the
     processor's cache when it is copied.
 
-    Attributes:
+    Args:
+        bucket: The bucket.
+        shard: The shard that contains it.
+        name: Name of the bucket, for messages.
         reading: Its bytes.
+        verifier: Verifies them.
+        explain: As for `BucketInPlace`.
     """
 
     def __init__(
-        self, bucket: Bucket, shard: Shard, name: str, reading: Reading, verifier: ChecksumVerifier
+        self,
+        bucket: Bucket,
+        shard: Shard,
+        name: str,
+        reading: Reading,
+        verifier: ChecksumVerifier,
+        explain: Callable[[], None],
     ) -> None:
         self._bucket, self._shard, self._name = bucket, shard, name
-        self.reading, self._verifier = reading, verifier
+        self._reading, self._verifier, self._explain = reading, verifier, explain
         self._verified = 0
 
     def pieces(self) -> Iterator[Piece]:
         """Yields the slices of the bucket and their values, which share its memory."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            values = torch.frombuffer(self.reading.views[0], dtype=torch.uint8)
+            values = torch.frombuffer(self._reading.views[0], dtype=torch.uint8)
         for piece in self._bucket.pieces:
             part = values[piece.start : piece.start + piece.slice.nbytes]
             tensor = part.view(getattr(torch, piece.slice.dtype)).view(piece.slice.box.shape)
@@ -118,13 +135,25 @@ class _ReadBucket:
                 Values(tensor, lambda elements, piece=piece: self._verify(piece.position(elements))),
             )
 
+    def verify(self) -> None:
+        """Checks that the bucket was there until now.
+
+        Raises:
+            RlhfError: The source has freed it, with the error by which its SendWeights ended.
+        """
+        try:
+            self._reading.verify()
+        except Refused:
+            self._explain()
+            raise
+
     def _verify(self, stop: int) -> None:
         """Verifies the blocks that contain the bytes before `stop` and were not verified yet. Raises TransferError."""
         if stop > self._verified:
             start = self._verified
             _, nbytes = whole_blocks(start, stop - start, self._bucket.nbytes)
             self._verified = start + nbytes
-            data = self.reading.views[0][start : self._verified]
+            data = self._reading.views[0][start : self._verified]
             self._verifier.verify_blocks(self._shard, start, data, self._name)
 
 
@@ -148,6 +177,13 @@ class _Sources:
         self._transfer, self._receiver, self._counts = transfer, receiver, counts
         self._fetcher, self._deadline = fetcher, deadline
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="weights-copy")
+        self._in_place: set[int] = set()
+        self._packs = {
+            number
+            for number, source in enumerate(transfer.sources)
+            if not fetcher.shares_memory(source.endpoint)
+        }
         self._known: dict[int, _Source] = {}
         self._asked: dict[tuple[int, int], Any] = {}
         self._notes: list[tuple[Endpoint, Any]] = []
@@ -157,6 +193,7 @@ class _Sources:
 
     def __exit__(self, *error: object) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._helper.shutdown(wait=False, cancel_futures=True)
         for source in self._known.values():
             source.channel.close()
 
@@ -165,7 +202,7 @@ class _Sources:
         have been read."""
         self._asked[bucket.source, bucket.number] = self._send(bucket.source, read_before, bucket.number)
 
-    def begin(self, bucket: Bucket) -> Future[_ReadBucket]:
+    def begin(self, bucket: Bucket) -> Future[_ReadBucket | BucketInPlace]:
         """Begins to read a bucket that was asked for; returns a future of its bytes."""
         asked = self._asked.pop((bucket.source, bucket.number))
         return self._thread.submit(self._read, bucket, asked)
@@ -196,23 +233,17 @@ class _Sources:
                     answer.exception(CHECK_S)
             _answer_of(endpoint, answer)
 
-    def verify(self, bucket: Bucket, reading: _ReadBucket) -> None:
-        """Checks that a bucket was there until now.
-
-        Raises:
-            RlhfError: The source has freed it, with the error by which its SendWeights ended.
-        """
-        try:
-            reading.reading.verify()
-        except Refused:
-            self._explain(bucket)
-            raise
-
-    def _read(self, bucket: Bucket, asked: Any) -> _ReadBucket:
-        """Waits for the place of a bucket, and reads it."""
+    def _read(self, bucket: Bucket, asked: Any) -> _ReadBucket | BucketInPlace:
+        """Waits for the place of a bucket, and reads it where it is in a shard."""
         source = self._source(bucket.source).endpoint
-        taken = _answer_of(source, asked)
         name = f"bucket {bucket.number} of {self._counts[bucket.source]} of transfer {self._transfer.id}"
+        explain = functools.partial(self._explain, bucket)
+        taken = _answer_of(source, asked)
+        while taken.HasField("in_place"):
+            if self._reads_memory(bucket.source, taken):
+                count = functools.partial(self._fetcher.note, IN_PLACE)
+                return BucketInPlace(bucket, taken, source, name, self._helper, explain, count)
+            taken = self._take_again(bucket)
         if len(taken.checksums) != num_blocks(bucket.nbytes):
             raise TransferError(
                 f"{source}: {name} came with {len(taken.checksums)} checksums, expected {num_blocks(bucket.nbytes)}"
@@ -220,14 +251,30 @@ class _Sources:
         shard = Shard(source, taken.shard, taken.offset, taken.nbytes, tuple(taken.checksums))
         try:
             reading = self._fetcher.read(ByteRange(shard, 0, bucket.nbytes, name), self._deadline)
-            return _ReadBucket(bucket, shard, name, reading, self._fetcher.verifier)
         except Refused:
-            self._explain(bucket)
+            explain()
             raise
+        return _ReadBucket(bucket, shard, name, reading, self._fetcher.verifier, explain)
+
+    def _reads_memory(self, source: int, taken: pb.TakeBucketResponse) -> bool:
+        """Returns whether this process can read the memory of a source, which is tried once."""
+        if source not in self._packs and source not in self._in_place:
+            reason = memory_of(taken).why_not()
+            if reason is None:
+                self._in_place.add(source)
+            else:
+                self._packs.add(source)
+                logging.info("%s packs its weights: %s", self._source(source).endpoint, reason)
+        return source in self._in_place
 
     def _explain(self, bucket: Bucket) -> None:
         """Raises the error for which a source has freed a bucket that was not read, if it says one."""
-        _answer_of(self._source(bucket.source).endpoint, self._send(bucket.source, 0, bucket.number))
+        self._take_again(bucket)
+
+    def _take_again(self, bucket: Bucket) -> pb.TakeBucketResponse:
+        """Asks for the place of a bucket, and waits for it."""
+        asked = self._send(bucket.source, 0, bucket.number)
+        return _answer_of(self._source(bucket.source).endpoint, asked)
 
     def _send(self, number: int, read_before: int, bucket: int | None = None) -> Any:
         """Calls TakeBucket of a source, without waiting for the answer."""
@@ -238,6 +285,7 @@ class _Sources:
             receiver=self._receiver,
             read_before=read_before,
             bucket=bucket,
+            packed=number in self._packs,
         )
         return source.stub.TakeBucket.future(request, timeout=remaining_s(self._deadline, source.endpoint))
 

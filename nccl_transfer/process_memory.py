@@ -1,0 +1,159 @@
+"""Memory of other processes of this host and user, read by one copy of the kernel (process_vm_readv, Linux)."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+IOV_MAX = 1024
+"""Most runs of bytes that one system call reads."""
+NONCE_BYTES = 16
+PART_BYTES = 256 << 10
+"""Bytes of a part, which is copied and verified at a time, so that it stays in the processor's cache meanwhile."""
+
+
+def num_parts(nbytes: int) -> int:
+    """Returns the number of parts of `nbytes` bytes."""
+    return -(-nbytes // PART_BYTES)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Memory of a process.
+
+    Attributes:
+        pid: Id of the process, in its own PID namespace.
+        nonce_address: Address of `nonce` in its memory.
+        nonce: Random bytes, which tell it from a process of another namespace with the same id.
+    """
+
+    pid: int
+    nonce_address: int
+    nonce: bytes
+
+    def why_not(self) -> str | None:
+        """Returns the reason why this process cannot read the memory, or None if it can."""
+        found = np.zeros(len(self.nonce), np.uint8)
+        try:
+            self.read(Runs(np.array([self.nonce_address], np.uint64), len(found)), 0, len(found), found)
+        except OSError as error:
+            return f"process {self.pid}: {error.strerror}"
+        return None if found.tobytes() == self.nonce else f"process {self.pid} is another one here"
+
+    def read(self, runs: Runs, start: int, stop: int, target: np.ndarray) -> None:
+        """Copies bytes `start` to `stop` of runs to `target`, a contiguous array of as many bytes. Other threads run
+        meanwhile.
+
+        Raises:
+            ProcessLookupError: The process has ended.
+            OSError: The memory cannot be read: EFAULT where it was freed, EPERM or ENOSYS where the host does not allow
+                it.
+        """
+        remote = runs.part(start, stop)
+        done, address = 0, target.ctypes.data
+        for first in range(0, len(remote), IOV_MAX):
+            some = remote[first : first + IOV_MAX]
+            nbytes = int(some[:, 1].sum()) if len(remote) > 1 else stop - start
+            local = (ctypes.c_size_t * 2)(address + done, nbytes)
+            read = _read_memory(self.pid, local, some)
+            if read != nbytes:
+                raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+            done += nbytes
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of contiguous bytes in the memory of a process, all of the same size, which end to end are the elements of a
+    box in row-major order.
+
+    Attributes:
+        addresses: Address of each run, [runs] uint64.
+        run_bytes: Size of a run in bytes.
+    """
+
+    addresses: np.ndarray
+    run_bytes: int
+
+    @staticmethod
+    def of_box(address: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Runs:
+        """Returns the runs of a box.
+
+        Args:
+            address: Address of the first element.
+            shape: Size of each axis.
+            strides: Bytes from an element to the next one along each axis.
+            item_bytes: Size of an element in bytes.
+        """
+        together, axes = _contiguous(shape, strides, item_bytes)
+        addresses = np.array([address], np.uint64)
+        for size, stride in axes:
+            steps = np.arange(size, dtype=np.int64) * stride
+            addresses = (addresses[:, None] + steps.astype(np.uint64)).reshape(-1)
+        return Runs(addresses, together)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs."""
+        return len(self.addresses) * self.run_bytes
+
+    def part(self, start: int, stop: int) -> np.ndarray:
+        """Returns the runs of bytes `start` to `stop`, of which the first and the last may be cut: address and size of
+        each, [runs, 2] uint64."""
+        first, last = start // self.run_bytes, (stop - 1) // self.run_bytes
+        part = np.empty((last - first + 1, 2), np.uint64)
+        part[:, 0] = self.addresses[first : last + 1]
+        part[:, 1] = self.run_bytes
+        skipped = start - first * self.run_bytes
+        part[0] += np.array([skipped, -skipped], np.int64).astype(np.uint64)
+        part[-1, 1] -= np.uint64((last + 1) * self.run_bytes - stop)
+        return part
+
+
+def run_bytes(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> int:
+    """Returns the size of the runs of a box; arguments as for `Runs.of_box`."""
+    return _contiguous(shape, strides, item_bytes)[0]
+
+
+def _contiguous(
+    shape: Sequence[int], strides: Sequence[int], item_bytes: int
+) -> tuple[int, list[tuple[int, int]]]:
+    """Returns the size of the runs of a box in bytes, and the axes along which they lie: size and stride of each."""
+    together = item_bytes
+    axes = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size != 1]
+    while axes and axes[-1][1] == together:
+        together *= axes.pop()[0]
+    return together, axes
+
+
+class OwnMemory:
+    """Nonce in this process's memory, which has to stay alive while others read from it.
+
+    Attributes:
+        memory: This process's memory, as others read it.
+    """
+
+    def __init__(self) -> None:
+        self._nonce = np.frombuffer(secrets.token_bytes(NONCE_BYTES), np.uint8)
+        self.memory = ProcessMemory(os.getpid(), self._nonce.ctypes.data, self._nonce.tobytes())
+
+
+def _read_memory(pid: int, local: Any, remote: np.ndarray) -> int:
+    """Calls process_vm_readv; raises OSError."""
+    remote_at = ctypes.c_void_p(remote.ctypes.data)
+    read = _libc.process_vm_readv(
+        pid, local, ctypes.c_ulong(1), remote_at, ctypes.c_ulong(len(remote)), ctypes.c_ulong(0)
+    )
+    if read < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return read
