@@ -104,11 +104,10 @@ class BucketBoard:
             return pb.TakeBucketResponse(
                 shard=place.id, offset=place.offset, nbytes=place.nbytes, checksums=place.checksums
             )
-        own = self._own.memory
-        in_place = pb.BucketInPlace(
-            pid=own.pid, nonce_address=own.nonce_address, nonce=own.nonce, slices=place.slices
+        return pb.TakeBucketResponse(
+            in_place=[place, *offer.following(request.receiver, request.bucket)],
+            memory=self._own.memory.to_proto(),
         )
-        return pb.TakeBucketResponse(checksums=place.checksums, in_place=in_place)
 
     async def _begun(self, transfer_id: str) -> Offer:
         """Waits until a transfer has begun here; returns its offer. One that nobody waits for is forgotten."""

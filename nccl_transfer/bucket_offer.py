@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from nccl_transfer.refs.shards import Shard
 from nccl_transfer.refs.weight_plans import Bucket
@@ -18,23 +17,14 @@ from rlhf.v1 import transfer_pb2 as pb
 Pack = Callable[[Bucket, memoryview], list[int]]
 """Writes a bucket to memory of `bucket.nbytes` bytes; returns the checksums of its blocks."""
 
+Place = Shard | pb.BucketInPlace
+"""Where a bucket is."""
+
 BUCKETS_AHEAD = 3
-"""Most buckets that a rank holds for its slowest reader: one that is read, one on its way, and one that is packed."""
+"""Most packed buckets that a rank holds for its slowest reader: one that is read, one on its way, and one that is
+packed."""
 CHECK_S = 0.1
 """Seconds between two looks at whether a waiting sender has been asked to stop."""
-
-
-@dataclass(frozen=True)
-class PlacedBucket:
-    """A bucket in place: where its slices lie in the memory of their rank's process.
-
-    Attributes:
-        slices: Places of the slices, in order.
-        checksums: xxh3 of each part (`nccl_transfer.process_memory.PART_BYTES`) of each slice, in order.
-    """
-
-    slices: tuple[pb.PlacedSlice, ...]
-    checksums: tuple[int, ...]
 
 
 class Offer:
@@ -69,16 +59,13 @@ class Offer:
         self._store, self._lease = store, lease
         self._buckets, self._pack, self._name_of = tuple(buckets), pack, name_of
         self._check, self._deadline = check, deadline
-        self._offered: list[Future[Shard | PlacedBucket]] = [Future() for _ in buckets]
-        self._repacked: dict[int, Future[Shard | PlacedBucket]] = {}
+        self._offered: list[Future[Place]] = [Future() for _ in buckets]
+        self._repacked: dict[int, Future[Place]] = {}
         self._held: dict[int, Shard | None] = {}
         self._read_before = {receiver: 0 for bucket in buckets for receiver in bucket.destinations}
         self._unable: set[int] = set()
+        self._ended: BaseException | None = None
         self._changed = threading.Condition()
-
-    def wait_for_room(self) -> None:
-        """Blocks until fewer than BUCKETS_AHEAD buckets are held. Errors as for `wait_until_read`."""
-        self._wait(lambda: len(self._held) < BUCKETS_AHEAD)
 
     def wait_until_read(self) -> None:
         """Blocks until every bucket that was offered has been read by all of its receivers.
@@ -94,7 +81,7 @@ class Offer:
         with self._changed:
             return self._unable.isdisjoint(self._buckets[number].destinations)
 
-    def place(self, number: int, placed: PlacedBucket) -> None:
+    def place(self, number: int, placed: pb.BucketInPlace) -> None:
         """Gives the next bucket to the receivers that wait for it, in place: its values must not change until it has
         been read or `end` was called."""
         with self._changed:
@@ -102,15 +89,17 @@ class Offer:
             self._offered[number].set_result(placed)
 
     def pack(self, number: int) -> None:
-        """Packs the next bucket, and gives it to the receivers that wait for it. Blocks while it does not fit into the
-        arena and others are there, and until earlier ones in place have been packed, too, for receivers that need it:
-        these read in order, so that a later one might keep the arena full.
+        """Packs the next bucket, and gives it to the receivers that wait for it. Blocks while BUCKETS_AHEAD that were
+        packed are held, or others are and it does not fit into the arena; and until earlier ones in place have been
+        packed, too, for receivers that need it: these read in order, so that a later one might keep the arena full.
 
         Raises:
             OutOfSpace: The bucket does not fit into the arena.
             Refused: The session of the lease has ended. Other errors as for `wait_until_read`.
         """
-        self._wait(lambda: not any(map(self._needs_repack, self._held)))
+        self._wait(
+            lambda: self._num_in_arena() < BUCKETS_AHEAD and not any(map(self._needs_repack, self._held))
+        )
         self._fill(number, self._offered[number])
 
     def note_read(self, receiver: int, read_before: int) -> None:
@@ -119,10 +108,13 @@ class Offer:
 
         Raises:
             InvalidRequest: No bucket is for this receiver, or one of those was not offered yet.
+            RlhfError: The transfer had ended, with this error, before they were read.
         """
         if receiver not in self._read_before:
             raise InvalidRequest(f"{self._name}: receiver {receiver} gets no bucket of this rank")
         with self._changed:
+            if self._ended is not None and read_before > self._read_before[receiver]:
+                raise self._ended
             for bucket in self._buckets[self._read_before[receiver] : read_before]:
                 if receiver in bucket.destinations and not self._offered[bucket.number].done():
                     raise InvalidRequest(
@@ -133,7 +125,7 @@ class Offer:
                 self._free(number)
             self._changed.notify_all()
 
-    def bucket(self, receiver: int, number: int, *, packed: bool) -> Future[Shard | PlacedBucket]:
+    def bucket(self, receiver: int, number: int, *, packed: bool) -> Future[Place]:
         """Returns a future of a bucket's place, which fails where the transfer does.
 
         Args:
@@ -157,11 +149,26 @@ class Offer:
             self._changed.notify_all()
             return self._repacked.setdefault(number, Future())
 
+    def following(self, receiver: int, number: int) -> list[pb.BucketInPlace]:
+        """Returns the buckets of a receiver after bucket `number` that were offered in place, up to the first that was
+        not."""
+        found: list[pb.BucketInPlace] = []
+        with self._changed:
+            for bucket in self._buckets[number + 1 :]:
+                if receiver in bucket.destinations:
+                    offered = self._offered[bucket.number]
+                    place = offered.result() if offered.done() and not offered.exception() else None
+                    if not isinstance(place, pb.BucketInPlace):
+                        break
+                    found.append(place)
+        return found
+
     def end(self, error: BaseException) -> None:
         """Frees all buckets, and passes the error to the receivers that wait for one now or later. Drops the frames of
         `error`."""
         drop_frames(error)
         with self._changed:
+            self._ended = error
             for number in list(self._held):
                 self._free(number)
             for number, future in enumerate(self._offered):
@@ -173,7 +180,7 @@ class Offer:
                     future.set_exception(error)
             self._repacked.clear()
 
-    def _fill(self, number: int, offered: Future[Shard | PlacedBucket]) -> None:
+    def _fill(self, number: int, offered: Future[Place]) -> None:
         """Packs a bucket, as `pack`, and makes it the result of a future."""
         bucket = self._buckets[number]
         while True:
@@ -212,7 +219,7 @@ class Offer:
             for number, future in wanted:
                 self._fill(number, future)
 
-    def _to_repack(self) -> list[tuple[int, Future[Shard | PlacedBucket]]]:
+    def _to_repack(self) -> list[tuple[int, Future[Place]]]:
         """Returns the buckets in place that were asked for in a shard, in order. The caller holds the lock."""
         return [
             (number, self._repacked[number])

@@ -26,18 +26,13 @@ SHARED_PARTS = 4
 """Fewest parts of a slice that a second thread helps to copy."""
 
 
-def memory_of(taken: pb.TakeBucketResponse) -> ProcessMemory:
-    """Returns the memory in which a bucket in place lies."""
-    place = taken.in_place
-    return ProcessMemory(place.pid, place.nonce_address, place.nonce)
-
-
 class BucketInPlace:
     """A bucket in the memory of its source.
 
     Args:
         bucket: The bucket.
-        taken: Where it lies; of TakeBucket.
+        place: Where it lies.
+        memory: The source's memory.
         source: The rank that holds it.
         name: Name of the bucket, for messages.
         helper: Runs the second thread that copies: one core reads other processes' memory at half the rate of its own.
@@ -46,28 +41,29 @@ class BucketInPlace:
         count: Called with the traffic of the bucket, once it was copied.
 
     Raises:
-        TransferError: The response does not describe the bucket.
+        TransferError: It is not the place of this bucket.
     """
 
     def __init__(
         self,
         bucket: Bucket,
-        taken: pb.TakeBucketResponse,
+        place: pb.BucketInPlace,
+        memory: ProcessMemory,
         source: Endpoint,
         name: str,
         helper: Executor,
         explain: Callable[[], None],
         count: Callable[[Traffic], None],
     ) -> None:
-        self._count = count
+        self.bucket, self._count = bucket, count
         self._values: list[tuple[WeightSlice, ValuesInPlace]] = []
-        copier = _Copier(memory_of(taken), f"{source}: {name}", source, helper, explain)
-        checksums = list(taken.checksums)
-        for piece, place in zip(bucket.pieces, taken.in_place.slices, strict=False):
-            dtype, shape = DTYPES.get(place.dtype, ""), piece.slice.box.shape
-            if dtype not in ITEM_BYTES or len(place.strides) != len(shape):
+        copier = _Copier(memory, f"{source}: {name}", source, helper, explain)
+        checksums = list(place.checksums)
+        for piece, box in zip(bucket.pieces, place.slices, strict=False):
+            dtype, shape = DTYPES.get(box.dtype, ""), piece.slice.box.shape
+            if dtype not in ITEM_BYTES or len(box.strides) != len(shape):
                 raise TransferError(f"{source}: {name}: the place of {piece.slice.name} is none of its shape")
-            runs = Runs.of_box(place.address, shape, place.strides, ITEM_BYTES[dtype])
+            runs = Runs.of_box(box.address, shape, box.strides, ITEM_BYTES[dtype])
             own, checksums = checksums[: num_parts(runs.nbytes)], checksums[num_parts(runs.nbytes) :]
             if len(own) != num_parts(runs.nbytes):
                 raise TransferError(f"{source}: {name}: checksums of {piece.slice.name} are missing")
@@ -133,33 +129,32 @@ class ValuesInPlace(Incoming):
 
     def _copy_parts(self, target: Tensor) -> None:
         """Copies all parts to a flat tensor, larger slices on two threads."""
-        copy_part = self._part_into if target.dtype == self._dtype else self._part_cast_into
-        parts = iter(range(0, self._runs.nbytes, PART_BYTES))  # each is taken by one thread
-
-        def run() -> None:
-            scratch = torch.empty(PART_BYTES // self._dtype.itemsize, dtype=self._dtype)
-            for start in parts:
-                copy_part(target, start, scratch)
-
+        copy = self._parts_into if target.dtype == self._dtype else self._parts_cast_into
+        starts = iter(range(0, self._runs.nbytes, PART_BYTES))  # each is taken by one thread
         if len(self._checksums) < SHARED_PARTS:
-            run()
+            copy(target, starts)
             return
-        helped = self._copier.helper.submit(run)
+        helped = self._copier.helper.submit(copy, target, starts)
         try:
-            run()
+            copy(target, starts)
         finally:
             wait([helped])
         helped.result()
 
-    def _part_into(self, target: Tensor, start: int, scratch: Tensor) -> None:
-        self._read(start, bytes_of(target)[start : start + PART_BYTES])
+    def _parts_into(self, target: Tensor, starts: Iterator[int]) -> None:
+        data = bytes_of(target)
+        for start in starts:
+            self._read(start, data[start : start + PART_BYTES])
 
-    def _part_cast_into(self, target: Tensor, start: int, scratch: Tensor) -> None:
-        first = start // self._dtype.itemsize
-        place = target[first : first + len(scratch)]
-        values = scratch[: len(place)]
-        self._read(start, bytes_of(values))
-        place.copy_(values)
+    def _parts_cast_into(self, target: Tensor, starts: Iterator[int]) -> None:
+        item_bytes = self._dtype.itemsize
+        part = torch.empty(PART_BYTES // item_bytes, dtype=self._dtype)
+        data = bytes_of(part)
+        for start in starts:
+            nbytes = min(PART_BYTES, self._runs.nbytes - start)
+            self._read(start, data[:nbytes])
+            first, last = start // item_bytes, (start + nbytes) // item_bytes
+            target[first:last].copy_(part[: last - first])
 
     def _read(self, start: int, target: np.ndarray) -> None:
         """Reads the part from byte `start` on, and verifies it."""

@@ -10,8 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from nccl_transfer.bucket_offer import PlacedBucket
-from nccl_transfer.process_memory import PART_BYTES, ProcessMemory, Runs, run_bytes
+from nccl_transfer.process_memory import PART_BYTES, ProcessMemory, Runs, run_bytes, use_huge_pages
 from nccl_transfer.refs.checksums import RunningDigests
 from nccl_transfer.refs.plans import Slice
 from nccl_transfer.refs.weight_plans import Bucket, WeightSlice
@@ -87,7 +86,7 @@ class WeightPacker:
             )
         return checksums.values
 
-    def place(self, bucket: Bucket) -> PlacedBucket | None:
+    def place(self, bucket: Bucket) -> pb.BucketInPlace | None:
         """Returns where the slices of a bucket lie in this process's memory, with their checksums; None where the
         bucket is better packed: the slices are on a device, or in short runs of bytes.
 
@@ -99,6 +98,8 @@ class WeightPacker:
             return None
         if any(_run_bytes(x) < min(LEAST_RUN_BYTES, x.nbytes) for x in tensors):
             return None
+        for x in tensors:
+            use_huge_pages(x.data_ptr(), x.nbytes if x.is_contiguous() else 0)
         checksums = (digest for x in tensors for digest in _part_digests(x))
         slices = (
             pb.PlacedSlice(
@@ -106,7 +107,7 @@ class WeightPacker:
             )
             for x in tensors
         )
-        return PlacedBucket(tuple(slices), tuple(checksums))
+        return pb.BucketInPlace(bucket=bucket.number, slices=slices, checksums=checksums)
 
     def find(self, wanted: WeightSlice) -> Tensor:
         """Returns a view of the values of a slice in the shards. Raises InvalidRequest if the rank does not hold it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,21 +12,20 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 import grpc
-import torch
 
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.refs.checksums import num_blocks, whole_blocks
+from nccl_transfer.process_memory import ProcessMemory
+from nccl_transfer.refs.checksums import num_blocks
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.refs.weight_plans import Bucket, WeightSlice, WeightTransfer, buckets_of, plan_weights
-from nccl_transfer.transports import Reading
 from nccl_transfer.transports.common import remaining_s, stream_channel
-from nccl_transfer.verification import ChecksumVerifier
 from rlhf.errors import Refused, TransferError, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
-from services.weights.copying import Incoming, Values
-from services.weights.in_place import BucketInPlace, memory_of
+from services.weights.copying import Incoming
+from services.weights.in_place import BucketInPlace
+from services.weights.packed import PackedBucket
 
 T = TypeVar("T")
 Piece = tuple[WeightSlice, Incoming]
@@ -77,13 +75,13 @@ def receive(
         for bucket in mine[:2]:
             sources.ask(bucket)
         ahead = sources.begin(mine[0]) if mine else None
-        for bucket, after, third in zip_longest(mine, mine[1:], mine[2:]):
+        for _, after, third in zip_longest(mine, mine[1:], mine[2:]):
             assert ahead is not None
             reading = _wait(ahead, check)
             ahead = sources.begin(after) if after else None
             yield from reading.pieces()
             reading.verify()
-            sources.note_read(bucket, third)
+            sources.note_read(reading, third)
         sources.finish(check)
 
 
@@ -94,67 +92,6 @@ class _Source:
     endpoint: Endpoint
     channel: grpc.Channel
     stub: pb_grpc.TransferServiceStub
-
-
-class _ReadBucket:
-    """A bucket in this process's memory, whose checksums are verified as far as it is used: so that a block is in the
-    processor's cache when it is copied.
-
-    Args:
-        bucket: The bucket.
-        shard: The shard that contains it.
-        name: Name of the bucket, for messages.
-        reading: Its bytes.
-        verifier: Verifies them.
-        explain: As for `BucketInPlace`.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        shard: Shard,
-        name: str,
-        reading: Reading,
-        verifier: ChecksumVerifier,
-        explain: Callable[[], None],
-    ) -> None:
-        self._bucket, self._shard, self._name = bucket, shard, name
-        self._reading, self._verifier, self._explain = reading, verifier, explain
-        self._verified = 0
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yields the slices of the bucket and their values, which share its memory."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            values = torch.frombuffer(self._reading.views[0], dtype=torch.uint8)
-        for piece in self._bucket.pieces:
-            part = values[piece.start : piece.start + piece.slice.nbytes]
-            tensor = part.view(getattr(torch, piece.slice.dtype)).view(piece.slice.box.shape)
-            yield (
-                piece.slice,
-                Values(tensor, lambda elements, piece=piece: self._verify(piece.position(elements))),
-            )
-
-    def verify(self) -> None:
-        """Checks that the bucket was there until now.
-
-        Raises:
-            RlhfError: The source has freed it, with the error by which its SendWeights ended.
-        """
-        try:
-            self._reading.verify()
-        except Refused:
-            self._explain()
-            raise
-
-    def _verify(self, stop: int) -> None:
-        """Verifies the blocks that contain the bytes before `stop` and were not verified yet. Raises TransferError."""
-        if stop > self._verified:
-            start = self._verified
-            _, nbytes = whole_blocks(start, stop - start, self._bucket.nbytes)
-            self._verified = start + nbytes
-            data = self._reading.views[0][start : self._verified]
-            self._verifier.verify_blocks(self._shard, start, data, self._name)
 
 
 class _Sources:
@@ -178,7 +115,7 @@ class _Sources:
         self._fetcher, self._deadline = fetcher, deadline
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="weights-copy")
-        self._in_place: set[int] = set()
+        self._memories: dict[int, ProcessMemory] = {}
         self._packs = {
             number
             for number, source in enumerate(transfer.sources)
@@ -186,6 +123,9 @@ class _Sources:
         }
         self._known: dict[int, _Source] = {}
         self._asked: dict[tuple[int, int], Any] = {}
+        self._placed: dict[tuple[int, int], pb.BucketInPlace] = {}
+        self._read_before: dict[int, int] = {}
+        self._unnoted: set[int] = set()
         self._notes: list[tuple[Endpoint, Any]] = []
 
     def __enter__(self) -> _Sources:
@@ -197,35 +137,40 @@ class _Sources:
         for source in self._known.values():
             source.channel.close()
 
-    def ask(self, bucket: Bucket, read_before: int = 0) -> None:
-        """Asks for a bucket, which `begin` reads later; says that those of its source with numbers below `read_before`
-        have been read."""
-        self._asked[bucket.source, bucket.number] = self._send(bucket.source, read_before, bucket.number)
+    def ask(self, bucket: Bucket) -> None:
+        """Asks for a bucket, which `begin` reads later, unless its place is known."""
+        for (source, _), asked in self._asked.items():
+            if asked.done() and not asked.exception():
+                self._note_places(source, asked.result())
+        if (bucket.source, bucket.number) not in self._placed:
+            self._asked[bucket.source, bucket.number] = self._send(bucket.source, bucket.number)
 
-    def begin(self, bucket: Bucket) -> Future[_ReadBucket | BucketInPlace]:
+    def begin(self, bucket: Bucket) -> Future[PackedBucket | BucketInPlace]:
         """Begins to read a bucket that was asked for; returns a future of its bytes."""
-        asked = self._asked.pop((bucket.source, bucket.number))
+        asked = self._asked.pop((bucket.source, bucket.number), None)
         return self._thread.submit(self._read, bucket, asked)
 
-    def note_read(self, bucket: Bucket, following: Bucket | None) -> None:
+    def note_read(self, bucket: PackedBucket | BucketInPlace, following: Bucket | None) -> None:
         """Tells a source that a bucket has been read, and asks for the following one; does not wait for answers.
 
         Raises:
             RlhfError: A source has answered an earlier note with this error.
         """
-        # At once, also while the next bucket is waited for: other receivers may wait for one that follows this one.
-        read_before = bucket.number + 1
-        if following is None or following.source != bucket.source:
-            endpoint = self._source(bucket.source).endpoint
-            self._notes.append((endpoint, self._send(bucket.source, read_before)))
-            read_before = 0
+        source = bucket.bucket.source
+        self._read_before[source] = bucket.bucket.number + 1
+        self._unnoted.add(source)
         if following is not None:
-            self.ask(following, read_before)
+            self.ask(following)
+        if isinstance(bucket, PackedBucket):
+            # At once, also while the next bucket is waited for: other receivers may wait for one that follows this one.
+            self._note(source)
         while self._notes and self._notes[0][1].done():
             _answer_of(*self._notes.pop(0))
 
     def finish(self, check: Callable[[], None]) -> None:
-        """Waits until the sources have answered all notes. Raises as `note_read`."""
+        """Tells the sources what has been read, and waits until they have answered. Raises as `note_read`."""
+        for source in list(self._unnoted):
+            self._note(source)
         for endpoint, answer in self._notes:
             while not answer.done():
                 check()
@@ -233,16 +178,20 @@ class _Sources:
                     answer.exception(CHECK_S)
             _answer_of(endpoint, answer)
 
-    def _read(self, bucket: Bucket, asked: Any) -> _ReadBucket | BucketInPlace:
+    def _read(self, bucket: Bucket, asked: Any) -> PackedBucket | BucketInPlace:
         """Waits for the place of a bucket, and reads it where it is in a shard."""
         source = self._source(bucket.source).endpoint
         name = f"bucket {bucket.number} of {self._counts[bucket.source]} of transfer {self._transfer.id}"
         explain = functools.partial(self._explain, bucket)
-        taken = _answer_of(source, asked)
-        while taken.HasField("in_place"):
-            if self._reads_memory(bucket.source, taken):
-                count = functools.partial(self._fetcher.note, IN_PLACE)
-                return BucketInPlace(bucket, taken, source, name, self._helper, explain, count)
+        taken = _answer_of(source, asked) if asked is not None else pb.TakeBucketResponse()
+        while True:
+            self._note_places(bucket.source, taken)
+            place = self._placed.pop((bucket.source, bucket.number), None)
+            if place is not None:
+                memory, count = self._memories[bucket.source], functools.partial(self._fetcher.note, IN_PLACE)
+                return BucketInPlace(bucket, place, memory, source, name, self._helper, explain, count)
+            if not taken.in_place:
+                break
             taken = self._take_again(bucket)
         if len(taken.checksums) != num_blocks(bucket.nbytes):
             raise TransferError(
@@ -254,18 +203,26 @@ class _Sources:
         except Refused:
             explain()
             raise
-        return _ReadBucket(bucket, shard, name, reading, self._fetcher.verifier, explain)
+        return PackedBucket(bucket, shard, name, reading, self._fetcher.verifier, explain)
 
-    def _reads_memory(self, source: int, taken: pb.TakeBucketResponse) -> bool:
-        """Returns whether this process can read the memory of a source, which is tried once."""
-        if source not in self._packs and source not in self._in_place:
-            reason = memory_of(taken).why_not()
+    def _note_places(self, source: int, taken: pb.TakeBucketResponse) -> None:
+        """Notes the places of buckets that a source has told, if this process can read its memory, which is tried
+        once."""
+        if taken.in_place and source not in self._memories and source not in self._packs:
+            memory = ProcessMemory.from_proto(taken.memory)
+            reason = memory.why_not()
             if reason is None:
-                self._in_place.add(source)
+                self._memories[source] = memory
             else:
                 self._packs.add(source)
                 logging.info("%s packs its weights: %s", self._source(source).endpoint, reason)
-        return source in self._in_place
+        if source in self._memories:
+            self._placed |= {(source, place.bucket): place for place in taken.in_place}
+
+    def _note(self, source: int) -> None:
+        """Tells a source what has been read, unless a request has done so."""
+        if source in self._unnoted:
+            self._notes.append((self._source(source).endpoint, self._send(source)))
 
     def _explain(self, bucket: Bucket) -> None:
         """Raises the error for which a source has freed a bucket that was not read, if it says one."""
@@ -273,17 +230,18 @@ class _Sources:
 
     def _take_again(self, bucket: Bucket) -> pb.TakeBucketResponse:
         """Asks for the place of a bucket, and waits for it."""
-        asked = self._send(bucket.source, 0, bucket.number)
+        asked = self._send(bucket.source, bucket.number)
         return _answer_of(self._source(bucket.source).endpoint, asked)
 
-    def _send(self, number: int, read_before: int, bucket: int | None = None) -> Any:
+    def _send(self, number: int, bucket: int | None = None) -> Any:
         """Calls TakeBucket of a source, without waiting for the answer."""
         source = self._source(number)
+        self._unnoted.discard(number)
         request = pb.TakeBucketRequest(
             epoch=source.endpoint.epoch,
             transfer_id=self._transfer.id,
             receiver=self._receiver,
-            read_before=read_before,
+            read_before=self._read_before.get(number, 0),
             bucket=bucket,
             packed=number in self._packs,
         )

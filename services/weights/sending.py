@@ -110,7 +110,6 @@ def send(
     call.progress(0, len(buckets))
     with board.offer(transfer.id, lease, buckets, packer.pack, name_of, check, call.deadline) as offer:
         for bucket in buckets:
-            offer.wait_for_room()
             call.check()
             placed = None
             if is_near(bucket) and offer.may_be_in_place(bucket.number):

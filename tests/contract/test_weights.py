@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contract.weight_source import WeightSource, assembled, fetcher_by, read_all, receiver_of, whole
-from nccl_transfer.bucket_offer import BUCKETS_AHEAD, PlacedBucket
+from nccl_transfer.bucket_offer import BUCKETS_AHEAD
 from nccl_transfer.process_memory import PART_BYTES, ProcessMemory
 from nccl_transfer.refs.plans import Slice
 from nccl_transfer.refs.weight_plans import Bucket, RankWeights, WeightSlice, WeightTransfer
@@ -27,6 +27,7 @@ from rlhf.errors import (
     RlhfError,
     TransferError,
 )
+from rlhf.v1 import transfer_pb2 as pb
 from services.storage.checkpoint import WeightShard
 from services.weights.packing import WeightPacker
 from services.weights.receive import receive
@@ -225,7 +226,7 @@ def change_after_offer(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Changes a value of a bucket in place, once its checksums have been computed."""
     place = WeightPacker.place
 
-    def place_and_change(packer: WeightPacker, bucket: Bucket) -> PlacedBucket | None:
+    def place_and_change(packer: WeightPacker, bucket: Bucket) -> pb.BucketInPlace | None:
         placed = place(packer, bucket)
         if bucket.number == number:
             packer.find(bucket.pieces[0].slice).reshape(-1)[1] += 1
@@ -307,7 +308,7 @@ def test_large_slices_of_rows_and_columns_arrive_whole(make_source: MakeSource, 
     source = make_source([("big", WeightShard.of_whole(big))])
     columns = WeightSlice("big", (300, 4200), Slice((0, 100), (300, 3000)), dtype)
     moved = transfer_to([source], [receiver_of(0, [columns])], bucket_bytes=2 << 20)
-    assert columns.nbytes > 6 * PART_BYTES
+    assert columns.box.numel * 4 > 6 * PART_BYTES
     wanted = getattr(torch, dtype)
     plain, strided = torch.zeros((300, 2900), dtype=wanted), torch.zeros((2900, 300), dtype=wanted).t()
     for number, target in enumerate((plain, strided, plain.double())):
