@@ -19,7 +19,7 @@ IOV_MAX = 1024
 NONCE_BYTES = 16
 HUGE_PAGE_BYTES = 2 << 20
 MADV_COLLAPSE = 25
-PART_BYTES = 512 << 10
+PART_BYTES = 1 << 20
 """Bytes of a part, which is copied and verified at a time, so that it stays in the processor's cache meanwhile."""
 
 
@@ -28,7 +28,13 @@ def num_parts(nbytes: int) -> int:
     return -(-nbytes // PART_BYTES)
 
 
+_Iovec = ctypes.c_size_t * 2
+"""struct iovec: address and size."""
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.process_vm_readv.argtypes = [
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong,
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,16 +76,18 @@ class ProcessMemory:
             OSError: The memory cannot be read: EFAULT where it was freed, EPERM or ENOSYS where the host does not allow
                 it.
         """
+        address = target.__array_interface__["data"][0]
+        if len(runs.addresses) == 1:
+            _read_memory(
+                self.pid, address, _Iovec(int(runs.addresses[0]) + start, stop - start), 1, stop - start
+            )
+            return
         remote = runs.part(start, stop)
-        done, address = 0, target.ctypes.data
         for first in range(0, len(remote), IOV_MAX):
             some = remote[first : first + IOV_MAX]
-            nbytes = int(some[:, 1].sum()) if len(remote) > 1 else stop - start
-            local = (ctypes.c_size_t * 2)(address + done, nbytes)
-            read = _read_memory(self.pid, local, some)
-            if read != nbytes:
-                raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
-            done += nbytes
+            nbytes = int(some[:, 1].sum())
+            _read_memory(self.pid, address, ctypes.c_void_p(some.ctypes.data), len(some), nbytes)
+            address += nbytes
 
 
 @dataclass(frozen=True)
@@ -167,13 +175,9 @@ class OwnMemory:
         self.memory = ProcessMemory(os.getpid(), self._nonce.ctypes.data, self._nonce.tobytes())
 
 
-def _read_memory(pid: int, local: Any, remote: np.ndarray) -> int:
-    """Calls process_vm_readv; raises OSError."""
-    remote_at = ctypes.c_void_p(remote.ctypes.data)
-    read = _libc.process_vm_readv(
-        pid, local, ctypes.c_ulong(1), remote_at, ctypes.c_ulong(len(remote)), ctypes.c_ulong(0)
-    )
-    if read < 0:
-        number = ctypes.get_errno()
+def _read_memory(pid: int, address: int, remote: Any, num_remote: int, nbytes: int) -> None:
+    """Calls process_vm_readv; raises OSError unless it has read `nbytes` bytes."""
+    read = _libc.process_vm_readv(pid, _Iovec(address, nbytes), 1, remote, num_remote, 0)
+    if read != nbytes:
+        number = ctypes.get_errno() if read < 0 else errno.EFAULT
         raise OSError(number, os.strerror(number))
-    return read

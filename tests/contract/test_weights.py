@@ -304,13 +304,13 @@ def test_a_receiver_that_cannot_read_in_place_gets_the_same_buckets_packed(make_
 @on_one_host
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_slices_of_rows_and_columns_arrive_whole(make_source: MakeSource, way: str, dtype: str):
-    big = torch.randn((300, 4200), generator=torch.Generator().manual_seed(1))
+    big = torch.randn((800, 4200), generator=torch.Generator().manual_seed(1))
     source = make_source([("big", WeightShard.of_whole(big))])
-    columns = WeightSlice("big", (300, 4200), Slice((0, 100), (300, 3000)), dtype)
-    moved = transfer_to([source], [receiver_of(0, [columns])], bucket_bytes=2 << 20)
-    assert columns.box.numel * 4 > 6 * PART_BYTES
+    columns = WeightSlice("big", (800, 4200), Slice((0, 100), (800, 3000)), dtype)
+    moved = transfer_to([source], [receiver_of(0, [columns])], bucket_bytes=6 << 20)
+    assert columns.box.numel * 4 > 8 * PART_BYTES
     wanted = getattr(torch, dtype)
-    plain, strided = torch.zeros((300, 2900), dtype=wanted), torch.zeros((2900, 300), dtype=wanted).t()
+    plain, strided = torch.zeros((800, 2900), dtype=wanted), torch.zeros((2900, 800), dtype=wanted).t()
     for number, target in enumerate((plain, strided, plain.double())):
         again = replace(moved, id=f"t{number}")
         sent, _ = source.send(again)
