@@ -184,13 +184,13 @@ class Offer:
         """Packs a bucket, as `pack`, and makes it the result of a future."""
         bucket = self._buckets[number]
         while True:
+            in_arena = self._num_in_arena()
             try:
                 shard = self._store.fill(
                     bucket.nbytes, self._lease, lambda memory: self._pack(bucket, memory)
                 )
                 break
             except OutOfSpace:
-                in_arena = self._num_in_arena()
                 if not in_arena:
                     raise
                 # Fewer buckets may fit.
@@ -220,11 +220,14 @@ class Offer:
                 self._fill(number, future)
 
     def _to_repack(self) -> list[tuple[int, Future[Place]]]:
-        """Returns the buckets in place that were asked for in a shard, in order. The caller holds the lock."""
+        """Returns the buckets in place that were asked for in a shard, in order, and those before them that will be: if
+        they came later, there might be no room for them. The caller holds the lock."""
+        asked = [number for number, shard in self._held.items() if shard is None and number in self._repacked]
+        first = (number for number in sorted(self._held) if number <= max(asked, default=-1))
         return [
-            (number, self._repacked[number])
-            for number, shard in sorted(self._held.items())
-            if shard is None and number in self._repacked
+            (number, self._repacked.setdefault(number, Future()))
+            for number in first
+            if self._needs_repack(number)
         ]
 
     def _needs_repack(self, number: int) -> bool:
