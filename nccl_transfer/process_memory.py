@@ -17,8 +17,6 @@ from rlhf.v1 import transfer_pb2 as pb
 IOV_MAX = 1024
 """Most runs of bytes that one system call reads."""
 NONCE_BYTES = 16
-HUGE_PAGE_BYTES = 2 << 20
-MADV_COLLAPSE = 25
 PART_BYTES = 1 << 20
 """Bytes of a part, which is copied and verified at a time, so that it stays in the processor's cache meanwhile."""
 
@@ -136,15 +134,6 @@ class Runs:
         part[0] += np.array([skipped, -skipped], np.int64).astype(np.uint64)
         part[-1, 1] -= np.uint64((last + 1) * self.run_bytes - stop)
         return part
-
-
-def use_huge_pages(address: int, nbytes: int) -> None:
-    """Moves memory of this process that contains a range to huge pages, which other processes read at twice the rate of
-    small ones. Its addresses and values stay. Does nothing where the kernel has no such pages to give, or is older than
-    Linux 6.1, and is cheap where the memory is on them already."""
-    start = address // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    stop = -(-(address + nbytes) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), MADV_COLLAPSE)
 
 
 def run_bytes(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> int:

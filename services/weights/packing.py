@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from nccl_transfer.process_memory import PART_BYTES, ProcessMemory, Runs, run_bytes, use_huge_pages
+from nccl_transfer.process_memory import PART_BYTES, ProcessMemory, Runs, run_bytes
 from nccl_transfer.refs.checksums import RunningDigests
 from nccl_transfer.refs.plans import Slice
 from nccl_transfer.refs.weight_plans import Bucket, WeightSlice
@@ -98,8 +98,6 @@ class WeightPacker:
             return None
         if any(_run_bytes(x) < min(LEAST_RUN_BYTES, x.nbytes) for x in tensors):
             return None
-        for x in tensors:
-            use_huge_pages(x.data_ptr(), x.nbytes if x.is_contiguous() else 0)
         checksums = (digest for x in tensors for digest in _part_digests(x))
         slices = (
             pb.PlacedSlice(
