@@ -58,9 +58,9 @@ class ProcessMemory:
 
     def why_not(self) -> str | None:
         """Returns the reason why this process cannot read the memory, or None if it can."""
-        found = np.zeros(len(self.nonce), np.uint8)
+        found = np.zeros(NONCE_BYTES, np.uint8)
         try:
-            self.read(Runs(np.array([self.nonce_address], np.uint64), len(found)), 0, len(found), found)
+            self.read(Runs(np.array([self.nonce_address], np.uint64), NONCE_BYTES), 0, NONCE_BYTES, found)
         except OSError as error:
             return f"process {self.pid}: {error.strerror}"
         return None if found.tobytes() == self.nonce else f"process {self.pid} is another one here"

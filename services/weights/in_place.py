@@ -35,10 +35,13 @@ class BucketInPlace:
         memory: The source's memory.
         source: The rank that holds it.
         name: Name of the bucket, for messages.
-        helper: Runs the second thread that copies: one core reads other processes' memory at half the rate of its own.
+        helper: Runs the second thread that copies: one core alone is slower than the memory.
         explain: Called where bytes cannot be read or do not match. Raises the error by which the source's call has
             ended, if it has.
         count: Called with the traffic of the bucket, once it was copied.
+
+    Attributes:
+        bucket: The bucket.
 
     Raises:
         TransferError: It is not the place of this bucket.

@@ -27,6 +27,9 @@ class PackedBucket:
         reading: Its bytes.
         verifier: Verifies them.
         explain: As for `BucketInPlace`.
+
+    Attributes:
+        bucket: The bucket.
     """
 
     def __init__(
