@@ -199,7 +199,7 @@ class _Copier:
         except OSError as error:
             self._explain()
             raise TransferError(f"{self._name}: {weight} cannot be read: {error.strerror}") from error
-        if xxhash.xxh3_64_intdigest(target) != checksum:
+        if xxhash.xxh3_64_intdigest(target.data) != checksum:
             self._explain()
             raise TransferError(
                 f"{self._name}: the bytes of {weight} from {start} on do not match their checksum"
