@@ -48,6 +48,7 @@ from nccl_transfer.transports import host_id
 from nccl_transfer.transports.common import stream_channel
 from rlhf.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.reference.worker import ReferenceWorker
+from services.runtime.huge_pages import use_huge_pages
 from services.runtime.ranks import Ranks
 from services.runtime.server import RankServer
 from services.testing.single_rank import single_rank
@@ -110,6 +111,7 @@ def build_model(directory: Path, mib: int) -> None:
 def run_source(arguments: tuple[Path, str, int], parent: Connection) -> None:
     """Body of the service's process: serves until the other end of the pipe closes."""
     model, address, arena_mb = arguments
+    use_huge_pages()  # as ranks do
     table = ReferenceTable(
         role="reference", address=address, model=model, dtype="float32", arena_mb=arena_mb, matmul="mkl"
     )
@@ -130,6 +132,7 @@ class Receiver:
     """A process that lacks all weights of a service, and takes them on request."""
 
     def __init__(self, address: str) -> None:
+        use_huge_pages()  # as ranks do
         torch.set_num_threads(1)
         self._stub = worker_pb2_grpc.WorkerServiceStub(stream_channel(address))
         described = self._stub.Describe(worker_pb2.DescribeRequest(), timeout=TIMEOUT_S, wait_for_ready=True)

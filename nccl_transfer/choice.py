@@ -71,6 +71,13 @@ class ReaderChoice:
             self._remember(source, failed, otherwise)
         raise NoTransport(f"no transport reaches {source} ({'; '.join(reasons)})")
 
+    def shares_memory(self, source: Endpoint) -> bool:
+        """As `Fetcher.shares_memory`."""
+        return any(
+            reader.maps_memory and self._why_not(reader, source, HOST_TO_HOST) is None
+            for reader in self._readers
+        )
+
     def check_adverts(self, adverts: Mapping[str, bytes]) -> None:
         """As `Fetcher.check_adverts`."""
         for reader in self._readers:

@@ -125,6 +125,10 @@ class Fetcher:
         source = wanted.shard.endpoint
         return self._read(source, [wanted], None, NO_RELAYS, deadline, {})
 
+    def shares_memory(self, source: Endpoint) -> bool:
+        """Returns whether this process maps the memory of a rank to read from it."""
+        return self._choice.shares_memory(source)
+
     def check_adverts(self, adverts: Mapping[str, bytes]) -> None:
         """Checks the adverts of an endpoint that a client has passed on; those that no reader here uses are ignored.
 
@@ -152,9 +156,14 @@ class Fetcher:
 
     def traffic(self) -> dict[str, Traffic]:
         """Returns the traffic of all fetches so far, by transport name; "relay" counts bytes that other ranks of this
-        host read and this rank mapped. Reads of this rank's own shards are not counted."""
+        host read and this rank mapped. Reads of this rank's own shards are not counted. Includes that of `note`."""
         with self._lock:
             return dict(self._traffic)
+
+    def note(self, transport: str, moved: Traffic) -> None:
+        """Adds reads to the traffic that were made without this fetcher."""
+        with self._lock:
+            self._traffic[transport] = self._traffic.get(transport, Traffic()) + moved
 
     def close(self) -> None:
         """Closes the readers and cancels reads that have not begun. Rows that were fetched stay valid."""
@@ -265,8 +274,8 @@ class Fetcher:
         """Adds a read that began at `start` (`time.perf_counter`) to the traffic of its fetch and of all fetches."""
         moved = Traffic(sum(r.nbytes for r in ranges), time.perf_counter() - start, 1)
         with self._lock:
-            for counts in (traffic, self._traffic):
-                counts[transport] = counts.get(transport, Traffic()) + moved
+            traffic[transport] = traffic.get(transport, Traffic()) + moved
+        self.note(transport, moved)
 
 
 def _run_all(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], T]]) -> list[T]:

@@ -127,9 +127,11 @@ class Reader(ABC):
         name: Name of the transport.
         routes: Ways of rows that it covers; `create_readers` sets those of its transport. Default: from host memory to
             host memory.
+        maps_memory: Whether reads map host memory of processes of the same host and user. Default: False.
     """
 
     name: ClassVar[str]
+    maps_memory: ClassVar[bool] = False
     routes: frozenset[Route] = frozenset({HOST_TO_HOST})
 
     @abstractmethod

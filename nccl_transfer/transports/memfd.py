@@ -88,6 +88,7 @@ class MemfdReader(Reader):
     """
 
     name = "memfd"
+    maps_memory = True
 
     def __init__(self) -> None:
         self._connections: dict[bytes, _Connection] = {}

@@ -27,6 +27,7 @@ from rlhf.rendezvous import VARIABLE
 from rlhf.roles import find_role
 from services.runtime import gpus
 from services.runtime.hosts import host_addresses, network_interfaces
+from services.runtime.huge_pages import use_huge_pages
 from services.runtime.ranks import Ranks
 from services.runtime.server import RankServer
 from services.runtime.worker import Worker
@@ -97,6 +98,7 @@ def command(role: str, worker_class: WorkerChoice | None = None) -> click.Comman
         )
         try:
             _die_with_launcher()
+            use_huge_pages()
             _remove_torchrun_directories()
             _warn_of_open_store()
             table = load_service(config, name, settings)

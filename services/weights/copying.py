@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ def copy_values(target: Tensor, values: Tensor, before: Step = _nothing, after: 
     """
     on_cpu = target.device.type == values.device.type == "cpu"
     if on_cpu and target.dtype == values.dtype and target.is_contiguous() and values.is_contiguous():
-        _copy_bytes(_bytes(target), _bytes(values), target.element_size(), before, after)
+        _copy_bytes(bytes_of(target), bytes_of(values), target.element_size(), before, after)
         return
     done = 0
     for to, part in _rows(target, values) if on_cpu else [(target, values)]:
@@ -44,9 +45,22 @@ def copy_values(target: Tensor, values: Tensor, before: Step = _nothing, after: 
         after(done)
 
 
+class Incoming(ABC):
+    """Values of weights on their way to a place."""
+
+    @abstractmethod
+    def copy_to(self, target: Tensor) -> None:
+        """Copies the values to `target`, of their shape and perhaps of another element type, layout or device.
+
+        Raises:
+            TransferError: They are not those that were sent, so that `target` is not to be used.
+            RlhfError: They cannot be read any more, for this error.
+        """
+
+
 @dataclass(frozen=True)
-class Values:
-    """Values of weights that are verified as they are copied.
+class Values(Incoming):
+    """Values in memory of this process that are verified as they are copied.
 
     Attributes:
         tensor: The values, in memory that is not to be modified.
@@ -82,6 +96,6 @@ def _rows(target: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(target.split(rows), values.split(rows), strict=True))
 
 
-def _bytes(tensor: Tensor) -> np.ndarray:
+def bytes_of(tensor: Tensor) -> np.ndarray:
     """Returns the memory of a contiguous tensor on the CPU, as a flat array of bytes."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()

@@ -1,18 +1,28 @@
-"""Packs slices of the weights that a rank holds into buckets."""
+"""Buckets of slices of the weights that a rank holds: packed, or in place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
+from nccl_transfer.process_memory import PART_BYTES, ProcessMemory, Runs, run_bytes
 from nccl_transfer.refs.checksums import RunningDigests
 from nccl_transfer.refs.plans import Slice
 from nccl_transfer.refs.weight_plans import Bucket, WeightSlice
+from nccl_transfer.refs.wire import ELEMENT_TYPES
 from rlhf.errors import InvalidRequest
+from rlhf.v1 import transfer_pb2 as pb
 from services.storage.checkpoint import WeightShard
-from services.weights.copying import copy_values
+from services.weights.copying import bytes_of, copy_values
+
+LEAST_RUN_BYTES = 4096
+"""Fewest bytes that lie together in a slice in place: the kernel reads a page at a time, so torch packs shorter rows
+faster."""
 
 
 def slice_of(name: str, shard: WeightShard) -> WeightSlice:
@@ -32,11 +42,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class WeightPacker:
-    """Writes slices of this rank's shards into buckets, in any element type.
+    """Makes buckets of slices of this rank's shards.
 
     Args:
         shards: Name and shard of each tensor that the rank holds, or a part of one; not copied. Their values must not
-            change while buckets are packed.
+            change until the buckets have been read.
     """
 
     def __init__(self, shards: Iterable[tuple[str, WeightShard]]) -> None:
@@ -76,6 +86,27 @@ class WeightPacker:
             )
         return checksums.values
 
+    def place(self, bucket: Bucket) -> pb.BucketInPlace | None:
+        """Returns where the slices of a bucket lie in this process's memory, with their checksums; None where the
+        bucket is better packed: the slices are on a device, or in short runs of bytes.
+
+        Raises:
+            InvalidRequest: The rank does not hold one of the slices.
+        """
+        tensors = [self.find(piece.slice) for piece in bucket.pieces]
+        if any(x.device.type != "cpu" for x in tensors):
+            return None
+        if any(_run_bytes(x) < min(LEAST_RUN_BYTES, x.nbytes) for x in tensors):
+            return None
+        checksums = (digest for x in tensors for digest in _part_digests(x))
+        slices = (
+            pb.PlacedSlice(
+                address=x.data_ptr(), dtype=ELEMENT_TYPES[dtype_name(x.dtype)], strides=_byte_strides(x)
+            )
+            for x in tensors
+        )
+        return pb.BucketInPlace(bucket=bucket.number, slices=slices, checksums=checksums)
+
     def find(self, wanted: WeightSlice) -> Tensor:
         """Returns a view of the values of a slice in the shards. Raises InvalidRequest if the rank does not hold it."""
         for box, tensor in self._shards.get(wanted.name, ()):
@@ -84,3 +115,26 @@ class WeightPacker:
         raise InvalidRequest(
             f"weight {wanted.name}: this rank does not hold {list(wanted.box.starts)} to {list(wanted.box.stops)}"
         )
+
+
+def _byte_strides(x: Tensor) -> list[int]:
+    return [stride * x.element_size() for stride in x.stride()]
+
+
+def _run_bytes(x: Tensor) -> int:
+    return run_bytes(x.shape, _byte_strides(x), x.element_size())
+
+
+def _part_digests(x: Tensor) -> Iterator[int]:
+    """Yields the checksums of the parts of a tensor."""
+    if x.is_contiguous():
+        data = bytes_of(x)
+        for start in range(0, x.nbytes, PART_BYTES):
+            yield xxhash.xxh3_64_intdigest(data[start : start + PART_BYTES].data)
+        return
+    runs = Runs.of_box(x.data_ptr(), x.shape, _byte_strides(x), x.element_size())
+    own, part = ProcessMemory(os.getpid(), 0, b""), np.empty(PART_BYTES, np.uint8)
+    for start in range(0, x.nbytes, PART_BYTES):
+        nbytes = min(PART_BYTES, x.nbytes - start)
+        own.read(runs, start, start + nbytes, part[:nbytes])
+        yield xxhash.xxh3_64_intdigest(part[:nbytes].data)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
+import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,25 +12,27 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 import grpc
-import torch
 
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.refs.checksums import num_blocks, whole_blocks
+from nccl_transfer.process_memory import ProcessMemory
+from nccl_transfer.refs.checksums import num_blocks
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.refs.weight_plans import Bucket, WeightSlice, WeightTransfer, buckets_of, plan_weights
-from nccl_transfer.transports import Reading
 from nccl_transfer.transports.common import remaining_s, stream_channel
-from nccl_transfer.verification import ChecksumVerifier
 from rlhf.errors import Refused, TransferError, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
-from services.weights.copying import Values
+from services.weights.copying import Incoming
+from services.weights.in_place import BucketInPlace
+from services.weights.packed import PackedBucket
 
 T = TypeVar("T")
-Piece = tuple[WeightSlice, Values]
+Piece = tuple[WeightSlice, Incoming]
 """A box of a tensor that has arrived, with its values."""
 
+IN_PLACE = "in_place"
+"""Name under which traffic of buckets in place is counted, beside those of transports."""
 CHECK_S = 0.1
 """Seconds between two calls of `check` while a bucket is waited for."""
 
@@ -44,8 +47,9 @@ def receive(
     """Yields every element that a receiver lacks once, as boxes of tensors, in no order of names. At most two buckets
     of them are in this process's memory at a time. Their checksums are verified as they are copied.
 
-    The next bucket is read while the caller copies the current one. To run the iterator to its end tells the sources
-    that everything has been read. Closing it earlier ends its connections.
+    Buckets in the memory of a rank on this host are read by the caller's copy. Where that is not possible, the next
+    bucket is read while the caller copies the current one. To run the iterator to its end tells the sources that
+    everything has been read. Closing it earlier ends its connections.
 
     Args:
         transfer: The transfer.
@@ -55,13 +59,13 @@ def receive(
         check: Called at least every CHECK_S seconds while the iterator waits; ends it by raising.
 
     Yields:
-        A box, in the element type that the receiver wants, and its values in host memory: row-major, of the box's
-        shape, valid until the next element is asked for.
+        A box, in the element type that the receiver wants, and its values, which can be copied until the next element
+        is asked for.
 
     Raises:
         DeadlineExceeded, ServiceLost, Refused: A source did not pack its buckets by the deadline, cannot be reached, or
             has another epoch or policy version; the message names it.
-        TransferError: No transport reaches a source, or the transfer cannot be planned. `Values.copy_to` raises it
+        TransferError: No transport reaches a source, or the transfer cannot be planned. `Incoming.copy_to` raises it
             where a bucket does not match its checksums; the message names its source and number.
         RlhfError: SendWeights failed on a source, with this error.
     """
@@ -71,13 +75,13 @@ def receive(
         for bucket in mine[:2]:
             sources.ask(bucket)
         ahead = sources.begin(mine[0]) if mine else None
-        for bucket, after, third in zip_longest(mine, mine[1:], mine[2:]):
+        for _, after, third in zip_longest(mine, mine[1:], mine[2:]):
             assert ahead is not None
             reading = _wait(ahead, check)
             ahead = sources.begin(after) if after else None
             yield from reading.pieces()
-            sources.verify(bucket, reading)
-            sources.note_read(bucket, third)
+            reading.verify()
+            sources.note_read(reading, third)
         sources.finish(check)
 
 
@@ -88,44 +92,6 @@ class _Source:
     endpoint: Endpoint
     channel: grpc.Channel
     stub: pb_grpc.TransferServiceStub
-
-
-class _ReadBucket:
-    """A bucket in this process's memory, whose checksums are verified as far as it is used: so that a block is in the
-    processor's cache when it is copied.
-
-    Attributes:
-        reading: Its bytes.
-    """
-
-    def __init__(
-        self, bucket: Bucket, shard: Shard, name: str, reading: Reading, verifier: ChecksumVerifier
-    ) -> None:
-        self._bucket, self._shard, self._name = bucket, shard, name
-        self.reading, self._verifier = reading, verifier
-        self._verified = 0
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yields the slices of the bucket and their values, which share its memory."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            values = torch.frombuffer(self.reading.views[0], dtype=torch.uint8)
-        for piece in self._bucket.pieces:
-            part = values[piece.start : piece.start + piece.slice.nbytes]
-            tensor = part.view(getattr(torch, piece.slice.dtype)).view(piece.slice.box.shape)
-            yield (
-                piece.slice,
-                Values(tensor, lambda elements, piece=piece: self._verify(piece.position(elements))),
-            )
-
-    def _verify(self, stop: int) -> None:
-        """Verifies the blocks that contain the bytes before `stop` and were not verified yet. Raises TransferError."""
-        if stop > self._verified:
-            start = self._verified
-            _, nbytes = whole_blocks(start, stop - start, self._bucket.nbytes)
-            self._verified = start + nbytes
-            data = self.reading.views[0][start : self._verified]
-            self._verifier.verify_blocks(self._shard, start, data, self._name)
 
 
 class _Sources:
@@ -148,8 +114,18 @@ class _Sources:
         self._transfer, self._receiver, self._counts = transfer, receiver, counts
         self._fetcher, self._deadline = fetcher, deadline
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="weights-copy")
+        self._memories: dict[int, ProcessMemory] = {}
+        self._packs = {
+            number
+            for number, source in enumerate(transfer.sources)
+            if not fetcher.shares_memory(source.endpoint)
+        }
         self._known: dict[int, _Source] = {}
         self._asked: dict[tuple[int, int], Any] = {}
+        self._placed: dict[tuple[int, int], pb.BucketInPlace] = {}
+        self._read_before: dict[int, int] = {}
+        self._unnoted: set[int] = set()
         self._notes: list[tuple[Endpoint, Any]] = []
 
     def __enter__(self) -> _Sources:
@@ -157,38 +133,44 @@ class _Sources:
 
     def __exit__(self, *error: object) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._helper.shutdown(wait=False, cancel_futures=True)
         for source in self._known.values():
             source.channel.close()
 
-    def ask(self, bucket: Bucket, read_before: int = 0) -> None:
-        """Asks for a bucket, which `begin` reads later; says that those of its source with numbers below `read_before`
-        have been read."""
-        self._asked[bucket.source, bucket.number] = self._send(bucket.source, read_before, bucket.number)
+    def ask(self, bucket: Bucket) -> None:
+        """Asks for a bucket, which `begin` reads later, unless its place is known."""
+        for (source, _), asked in self._asked.items():
+            if asked.done() and not asked.exception():
+                self._note_places(source, asked.result())
+        if (bucket.source, bucket.number) not in self._placed:
+            self._asked[bucket.source, bucket.number] = self._send(bucket.source, bucket.number)
 
-    def begin(self, bucket: Bucket) -> Future[_ReadBucket]:
+    def begin(self, bucket: Bucket) -> Future[PackedBucket | BucketInPlace]:
         """Begins to read a bucket that was asked for; returns a future of its bytes."""
-        asked = self._asked.pop((bucket.source, bucket.number))
+        asked = self._asked.pop((bucket.source, bucket.number), None)
         return self._thread.submit(self._read, bucket, asked)
 
-    def note_read(self, bucket: Bucket, following: Bucket | None) -> None:
+    def note_read(self, bucket: PackedBucket | BucketInPlace, following: Bucket | None) -> None:
         """Tells a source that a bucket has been read, and asks for the following one; does not wait for answers.
 
         Raises:
             RlhfError: A source has answered an earlier note with this error.
         """
-        # At once, also while the next bucket is waited for: other receivers may wait for one that follows this one.
-        read_before = bucket.number + 1
-        if following is None or following.source != bucket.source:
-            endpoint = self._source(bucket.source).endpoint
-            self._notes.append((endpoint, self._send(bucket.source, read_before)))
-            read_before = 0
+        source = bucket.bucket.source
+        self._read_before[source] = bucket.bucket.number + 1
+        self._unnoted.add(source)
         if following is not None:
-            self.ask(following, read_before)
+            self.ask(following)
+        if isinstance(bucket, PackedBucket):
+            # At once, also while the next bucket is waited for: other receivers may wait for one that follows this one.
+            self._note(source)
         while self._notes and self._notes[0][1].done():
             _answer_of(*self._notes.pop(0))
 
     def finish(self, check: Callable[[], None]) -> None:
-        """Waits until the sources have answered all notes. Raises as `note_read`."""
+        """Tells the sources what has been read, and waits until they have answered. Raises as `note_read`."""
+        for source in list(self._unnoted):
+            self._note(source)
         for endpoint, answer in self._notes:
             while not answer.done():
                 check()
@@ -196,23 +178,21 @@ class _Sources:
                     answer.exception(CHECK_S)
             _answer_of(endpoint, answer)
 
-    def verify(self, bucket: Bucket, reading: _ReadBucket) -> None:
-        """Checks that a bucket was there until now.
-
-        Raises:
-            RlhfError: The source has freed it, with the error by which its SendWeights ended.
-        """
-        try:
-            reading.reading.verify()
-        except Refused:
-            self._explain(bucket)
-            raise
-
-    def _read(self, bucket: Bucket, asked: Any) -> _ReadBucket:
-        """Waits for the place of a bucket, and reads it."""
+    def _read(self, bucket: Bucket, asked: Any) -> PackedBucket | BucketInPlace:
+        """Waits for the place of a bucket, and reads it where it is in a shard."""
         source = self._source(bucket.source).endpoint
-        taken = _answer_of(source, asked)
         name = f"bucket {bucket.number} of {self._counts[bucket.source]} of transfer {self._transfer.id}"
+        explain = functools.partial(self._explain, bucket)
+        taken = _answer_of(source, asked) if asked is not None else pb.TakeBucketResponse()
+        while True:
+            self._note_places(bucket.source, taken)
+            place = self._placed.pop((bucket.source, bucket.number), None)
+            if place is not None:
+                memory, count = self._memories[bucket.source], functools.partial(self._fetcher.note, IN_PLACE)
+                return BucketInPlace(bucket, place, memory, source, name, self._helper, explain, count)
+            if not taken.in_place:
+                break
+            taken = self._take_again(bucket)
         if len(taken.checksums) != num_blocks(bucket.nbytes):
             raise TransferError(
                 f"{source}: {name} came with {len(taken.checksums)} checksums, expected {num_blocks(bucket.nbytes)}"
@@ -220,24 +200,50 @@ class _Sources:
         shard = Shard(source, taken.shard, taken.offset, taken.nbytes, tuple(taken.checksums))
         try:
             reading = self._fetcher.read(ByteRange(shard, 0, bucket.nbytes, name), self._deadline)
-            return _ReadBucket(bucket, shard, name, reading, self._fetcher.verifier)
         except Refused:
-            self._explain(bucket)
+            explain()
             raise
+        return PackedBucket(bucket, shard, name, reading, self._fetcher.verifier, explain)
+
+    def _note_places(self, source: int, taken: pb.TakeBucketResponse) -> None:
+        """Notes the places of buckets that a source has told, if this process can read its memory, which is tried
+        once."""
+        if taken.in_place and source not in self._memories and source not in self._packs:
+            memory = ProcessMemory.from_proto(taken.memory)
+            reason = memory.why_not()
+            if reason is None:
+                self._memories[source] = memory
+            else:
+                self._packs.add(source)
+                logging.info("%s packs its weights: %s", self._source(source).endpoint, reason)
+        if source in self._memories:
+            self._placed |= {(source, place.bucket): place for place in taken.in_place}
+
+    def _note(self, source: int) -> None:
+        """Tells a source what has been read, unless a request has done so."""
+        if source in self._unnoted:
+            self._notes.append((self._source(source).endpoint, self._send(source)))
 
     def _explain(self, bucket: Bucket) -> None:
         """Raises the error for which a source has freed a bucket that was not read, if it says one."""
-        _answer_of(self._source(bucket.source).endpoint, self._send(bucket.source, 0, bucket.number))
+        self._take_again(bucket)
 
-    def _send(self, number: int, read_before: int, bucket: int | None = None) -> Any:
+    def _take_again(self, bucket: Bucket) -> pb.TakeBucketResponse:
+        """Asks for the place of a bucket, and waits for it."""
+        asked = self._send(bucket.source, bucket.number)
+        return _answer_of(self._source(bucket.source).endpoint, asked)
+
+    def _send(self, number: int, bucket: int | None = None) -> Any:
         """Calls TakeBucket of a source, without waiting for the answer."""
         source = self._source(number)
+        self._unnoted.discard(number)
         request = pb.TakeBucketRequest(
             epoch=source.endpoint.epoch,
             transfer_id=self._transfer.id,
             receiver=self._receiver,
-            read_before=read_before,
+            read_before=self._read_before.get(number, 0),
             bucket=bucket,
+            packed=number in self._packs,
         )
         return source.stub.TakeBucket.future(request, timeout=remaining_s(self._deadline, source.endpoint))
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from nccl_transfer.bucket_board import BucketBoard
 from nccl_transfer.refs.weight_plans import Bucket, WeightTransfer, plan_weights
 from nccl_transfer.refs.wire_weights import slice_to_proto, transfer_from_proto
 from nccl_transfer.store.store import Lease
-from rlhf.errors import InvalidRequest, OutOfSpace, Refused, TransferError
+from rlhf.errors import InvalidRequest, Refused, TransferError
 from rlhf.v1 import weights_pb2
 from services.engines.base import TrainEngine
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register, require
@@ -90,7 +90,8 @@ def send(
     board: BucketBoard,
     call: CallContext,
 ) -> None:
-    """Packs the buckets of one source and offers them to their receivers; blocks until all have read them.
+    """Offers the buckets of one source to their receivers, in place where all of these are on its host and can read
+    there, else packed; blocks until all have read them.
 
     Raises:
         DeadlineExceeded: The call's deadline has passed; the message names the receivers that are late.
@@ -106,23 +107,21 @@ def send(
     def name_of(receiver: int) -> str:
         return str(transfer.receivers[receiver].endpoint)
 
+    def is_near(bucket: Bucket) -> bool:
+        hosts = {transfer.receivers[each].endpoint.host_id for each in bucket.destinations}
+        return hosts == {transfer.sources[bucket.source].endpoint.host_id}
+
     lease = Lease(call.call.session, call.call.step)
     call.progress(0, len(buckets))
-    with board.offer(transfer.id, lease, buckets, name_of) as offer:
+    with board.offer(transfer.id, lease, buckets, packer.pack, name_of, check, call.deadline) as offer:
         for bucket in buckets:
-            offer.wait_for_room(check, call.deadline)
             call.check()
-            while True:
-                try:
-                    offer.pack(bucket.number, _writer(packer, bucket))
-                    break
-                except OutOfSpace:
-                    # Fewer buckets may fit.
-                    if not offer.wait_for_one(check, call.deadline):
-                        raise
+            placed = None
+            if is_near(bucket) and offer.may_be_in_place(bucket.number):
+                placed = packer.place(bucket)
+            if placed is not None:
+                offer.place(bucket.number, placed)
+            else:
+                offer.pack(bucket.number)
             call.progress(bucket.number + 1, len(buckets))
-        offer.wait_until_read(check, call.deadline)
-
-
-def _writer(packer: WeightPacker, bucket: Bucket) -> Callable[[memoryview], list[int]]:
-    return lambda memory: packer.pack(bucket, memory)
+        offer.wait_until_read()

@@ -18,7 +18,7 @@ from services.engines.three_d.stage import layouts_of_directory
 from services.models.meta import model_on_meta
 from services.storage.checkpoint import WeightShard
 from services.storage.layout import Layout
-from services.weights.copying import Values
+from services.weights.copying import Incoming
 from services.weights.packing import slice_of
 from services.weights.receive import Piece
 
@@ -94,7 +94,7 @@ class WantedWeights:
     def _shard(self, name: str, kept: Tensor) -> WeightShard:
         return self.layouts[name].shard(kept, self.part)
 
-    def _write(self, kept: Tensor, slice_: WeightSlice, values: Values) -> None:
+    def _write(self, kept: Tensor, slice_: WeightSlice, values: Incoming) -> None:
         """Copies a piece into the tensor that the rank keeps."""
         shard, box = self._shard(slice_.name, kept), slice_.box
         bounds = zip(box.starts, box.stops, shard.offsets, strict=True)

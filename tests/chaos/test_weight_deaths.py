@@ -67,8 +67,12 @@ def hit(pid: int, chance: random.Random) -> int:
     return number
 
 
+WAYS = pytest.mark.parametrize("in_place", [True, False], ids=["in place", "packed"])
+
+
+@WAYS
 @pytest.mark.parametrize("rounds", ROUNDS)
-def test_a_source_outlives_receivers_that_die_while_they_read(rounds: int) -> None:
+def test_a_source_outlives_receivers_that_die_while_they_read(rounds: int, in_place: bool) -> None:
     print(f"DEATHS_SEED={SEED}")
     chance = random.Random(SEED)
     source = WeightSource([("weight", WeightShard.of_whole(tensor()))])
@@ -77,8 +81,8 @@ def test_a_source_outlives_receivers_that_die_while_they_read(rounds: int) -> No
         moved = transfer_of(source.weights, 2, number)
         message = transfer_to_proto(moved).SerializeToString()
         with (
-            process(read, message, 0, PAUSE_S, READY_S) as (victim, first),
-            process(read, message, 1, PAUSE_S, READY_S) as (_, second),
+            process(read, message, 0, PAUSE_S, READY_S, in_place) as (victim, first),
+            process(read, message, 1, PAUSE_S, READY_S, in_place) as (_, second),
         ):
             assert (first.poll(READY_S), first.recv()) == (True, "ready")
             assert (second.poll(READY_S), second.recv()) == (True, "ready")
@@ -102,8 +106,9 @@ def test_a_source_outlives_receivers_that_die_while_they_read(rounds: int) -> No
     source.close()
 
 
+@WAYS
 @pytest.mark.parametrize("rounds", ROUNDS)
-def test_a_receiver_names_a_source_that_dies_while_it_sends(rounds: int) -> None:
+def test_a_receiver_names_a_source_that_dies_while_it_sends(rounds: int, in_place: bool) -> None:
     print(f"DEATHS_SEED={SEED}")
     chance = random.Random(SEED)
     ended = {"whole": 0, "named": 0}
@@ -113,12 +118,10 @@ def test_a_receiver_names_a_source_that_dies_while_it_sends(rounds: int) -> None
             endpoint = endpoint_from_proto(common_pb2.Endpoint.FromString(pipe.recv()))
             held = RankWeights(endpoint, (whole("weight", tensor()),))
             moved = transfer_of(held, 1, number)
-            with process(read, transfer_to_proto(moved).SerializeToString(), 0, PAUSE_S, WITHIN_S) as (
-                _,
-                reader,
-            ):
+            message = transfer_to_proto(moved).SerializeToString()
+            with process(read, message, 0, PAUSE_S, WITHIN_S, in_place) as (_, reader):
                 assert (reader.poll(READY_S), reader.recv()) == (True, "ready")
-                pipe.send(transfer_to_proto(moved).SerializeToString())
+                pipe.send(message)
                 time.sleep(chance.uniform(0, 0.12))
                 hit(victim.pid, chance)
                 assert reader.poll(WITHIN_S + 10)

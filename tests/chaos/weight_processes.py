@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from contract.weight_source import WeightSource, fetcher_by
+from nccl_transfer.process_memory import ProcessMemory
 from nccl_transfer.refs.wire_ranks import endpoint_to_proto
 from nccl_transfer.refs.wire_weights import transfer_from_proto
 from rlhf.errors import RlhfError
@@ -23,17 +24,23 @@ def tensor() -> torch.Tensor:
     return torch.randn((SIZE, SIZE), generator=torch.Generator().manual_seed(1))
 
 
-def read(message: bytes, receiver: int, pause_s: float, within_s: float, parent: Connection) -> None:
-    """Reads all weights of a transfer, with a pause after each piece; sends "done", or the error's name and text, and
-    waits for its end."""
+def read(
+    message: bytes, receiver: int, pause_s: float, within_s: float, in_place: bool, parent: Connection
+) -> None:
+    """Reads all weights of a transfer, with a pause after each piece, where they lie or packed; sends "done", or the
+    error's name and text, and waits for its end."""
+    if not in_place:
+        ProcessMemory.why_not = lambda memory: "not permitted"  # type: ignore[method-assign]
+    fetcher = fetcher_by(["memfd"])
     transfer = transfer_from_proto(weights_pb2.WeightTransfer.FromString(message))
     parent.send("ready")
     try:
-        for piece, values in receive(transfer, receiver, fetcher_by(["memfd"]), time.monotonic() + within_s):
+        for piece, values in receive(transfer, receiver, fetcher, time.monotonic() + within_s):
             found = torch.empty(piece.box.shape)
             values.copy_to(found)
             assert torch.equal(found, tensor()[tuple(map(slice, piece.box.starts, piece.box.stops))])
             time.sleep(pause_s)
+        assert fetcher.traffic().keys() == {"in_place" if in_place else "memfd"}
         parent.send("done")
     except RlhfError as error:
         parent.send(f"{type(error).__name__}: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from contract.weight_source import WeightSource, assembled, fetcher_by, read_all, receiver_of, whole
-from nccl_transfer.bucket_board import BUCKETS_AHEAD
+from nccl_transfer.bucket_offer import BUCKETS_AHEAD
+from nccl_transfer.process_memory import PART_BYTES, ProcessMemory
 from nccl_transfer.refs.plans import Slice
-from nccl_transfer.refs.weight_plans import RankWeights, WeightSlice, WeightTransfer
+from nccl_transfer.refs.weight_plans import Bucket, RankWeights, WeightSlice, WeightTransfer
 from rlhf.errors import (
     CallCancelled,
     DeadlineExceeded,
@@ -25,7 +27,9 @@ from rlhf.errors import (
     RlhfError,
     TransferError,
 )
+from rlhf.v1 import transfer_pb2 as pb
 from services.storage.checkpoint import WeightShard
+from services.weights.packing import WeightPacker
 from services.weights.receive import receive
 
 MakeSource = Callable[..., WeightSource]
@@ -41,6 +45,26 @@ def make_source() -> Iterator[MakeSource]:
             return source
 
         yield make
+
+
+@pytest.fixture(params=["in place", "memfd", "tcp", "grpc"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A way of the weights: read where they lie, or packed and read by a transport. The host of "memfd" refuses to read
+    the memory of processes."""
+    if request.param == "memfd":
+        refuse(monkeypatch)
+    return request.param
+
+
+on_one_host = pytest.mark.parametrize("way", ["in place", "memfd"], indirect=True)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProcessMemory, "why_not", lambda memory: "not permitted")
+
+
+def transport_of(way: str) -> str:
+    return "memfd" if way == "in place" else way
 
 
 def tensors() -> dict[str, Tensor]:
@@ -70,9 +94,8 @@ def transfer_to(
     return WeightTransfer("t1", 5, bucket_bytes, tuple(each.weights for each in sources), tuple(receivers))
 
 
-@pytest.mark.parametrize("transport", ["memfd", "tcp", "grpc"])
-def test_all_receivers_get_their_slices_and_not_a_byte_more(make_source: MakeSource, transport: str):
-    values = tensors()
+def test_all_receivers_get_their_slices_and_not_a_byte_more(make_source: MakeSource, way: str):
+    values, transport = tensors(), transport_of(way)
     sources = [make_source(halves(values, part), transports=[transport]) for part in range(2)]
     columns = WeightSlice("down", (32, 48), Slice((0, 7), (32, 31)), "bfloat16")
     wants = [
@@ -89,7 +112,9 @@ def test_all_receivers_get_their_slices_and_not_a_byte_more(make_source: MakeSou
         each.result(20)
     for number, (pieces, num_bytes) in enumerate(read):
         assert num_bytes == sum(each.nbytes for each in wants[number])
-        assert sum(each.bytes for each in fetchers[number].traffic().values()) == num_bytes
+        read_bytes = sum(each.bytes for each in fetchers[number].traffic().values())
+        assert read_bytes == num_bytes or (way == "in place" and number == 1)  # which casts what it has read
+        assert ("in_place" in fetchers[number].traffic()) == (way == "in place" and number < 2)
         for name, got in assembled(wants[number], pieces).items():
             slice_ = next(each for each in wants[number] if each.name == name)
             expected = values[name][slice_.box.within(Slice.whole(slice_.shape))].to(got.dtype)
@@ -105,7 +130,8 @@ def one_to_one(make_source: MakeSource, **options: object) -> tuple[WeightSource
     return source, transfer_to([source], [receiver_of(0, [whole(name, x) for name, x in values.items()])])
 
 
-def test_a_receiver_that_stops_is_named_at_the_deadline_and_leaves_nothing(make_source: MakeSource):
+@on_one_host
+def test_a_receiver_that_stops_is_named_at_the_deadline_and_leaves_nothing(make_source: MakeSource, way: str):
     source, moved = one_to_one(make_source)
     sent, _ = source.send(moved, within_s=0.5)
     reading = receive(moved, 0, fetcher_by(["memfd"]), time.monotonic() + 20)
@@ -120,7 +146,8 @@ def test_a_receiver_that_stops_is_named_at_the_deadline_and_leaves_nothing(make_
         list(reading)
 
 
-def test_a_receiver_that_never_comes_is_named_too(make_source: MakeSource):
+@on_one_host
+def test_a_receiver_that_never_comes_is_named_too(make_source: MakeSource, way: str):
     source, moved = one_to_one(make_source)
     with pytest.raises(DeadlineExceeded, match="rollout rank 0"):
         source.send(moved, within_s=0.2)[0].result(10)
@@ -133,7 +160,8 @@ def test_a_source_that_never_sends_is_named_at_the_deadline(make_source: MakeSou
         read_all(moved, 0, fetcher_by(["memfd"]), within_s=0.5)
 
 
-def test_a_cancelled_sender_ends_and_its_receivers_with_it(make_source: MakeSource):
+@on_one_host
+def test_a_cancelled_sender_ends_and_its_receivers_with_it(make_source: MakeSource, way: str):
     source, moved = one_to_one(make_source)
     sent, call = source.send(moved)
     reading = receive(moved, 0, fetcher_by(["memfd"]), time.monotonic() + 20)
@@ -146,7 +174,10 @@ def test_a_cancelled_sender_ends_and_its_receivers_with_it(make_source: MakeSour
     assert source.store.stat().used_bytes == 0
 
 
-def test_an_arena_without_room_is_an_error_on_both_sides(make_source: MakeSource):
+def test_an_arena_without_room_is_an_error_on_both_sides(
+    make_source: MakeSource, monkeypatch: pytest.MonkeyPatch
+):
+    refuse(monkeypatch)
     big = torch.zeros(1 << 20)
     source = make_source([("big", WeightShard.of_whole(big))], arena_mib=1)
     moved = transfer_to([source], [receiver_of(0, [whole("big", big)])], bucket_bytes=4 << 20)
@@ -157,7 +188,8 @@ def test_an_arena_without_room_is_an_error_on_both_sides(make_source: MakeSource
         sent.result(5)
 
 
-def test_an_arena_with_room_for_one_bucket_suffices(make_source: MakeSource):
+def test_an_arena_with_room_for_one_bucket_suffices(make_source: MakeSource, monkeypatch: pytest.MonkeyPatch):
+    refuse(monkeypatch)
     big = torch.arange(3 << 18, dtype=torch.float32)
     source = make_source([("big", WeightShard.of_whole(big))], arena_mib=1)
     moved = transfer_to([source], [receiver_of(0, [whole("big", big)])], bucket_bytes=768 << 10)
@@ -167,32 +199,131 @@ def test_an_arena_with_room_for_one_bucket_suffices(make_source: MakeSource):
     assert torch.equal(assembled([whole("big", big)], pieces)["big"], big)
 
 
-@pytest.mark.parametrize("transport", ["memfd", "tcp", "grpc"])
-def test_a_corrupted_bucket_is_named(make_source: MakeSource, transport: str):
-    source, moved = one_to_one(make_source, transports=[transport])
-    pack, packed = source.store.fill, []
+@pytest.mark.parametrize("way", ["memfd", "tcp", "grpc"], indirect=True)
+def test_a_corrupted_bucket_is_named(make_source: MakeSource, monkeypatch: pytest.MonkeyPatch, way: str):
+    source, moved = one_to_one(make_source, transports=[way])
+    pack = WeightPacker.pack
 
-    def fill_and_flip(*arguments: object, **options: object) -> object:
-        shard = pack(*arguments, **options)  # type: ignore[arg-type]
-        packed.append(shard)
-        if len(packed) == 2:
-            source.peer.flip(shard.id, 3)
-        return shard
+    def pack_and_flip(packer: WeightPacker, bucket: Bucket, memory: memoryview) -> list[int]:
+        checksums = pack(packer, bucket, memory)
+        memory[3] ^= bucket.number == 1
+        return checksums
 
-    source.store.fill = fill_and_flip  # type: ignore[method-assign]
+    monkeypatch.setattr(WeightPacker, "pack", pack_and_flip)
     sent, call = source.send(moved)
     with pytest.raises(
         TransferError,
         match=rf"^actor rank .* at {source.endpoint.address}: column 'bucket 1 of \d+ of transfer t1', .* do not match",
     ):
-        read_all(moved, 0, fetcher_by([transport]))
+        read_all(moved, 0, fetcher_by([way]))
     call.cancelled = True
     with pytest.raises(CallCancelled):
         sent.result(5)
     assert source.store.stat().used_bytes == 0
 
 
-def test_what_a_rank_does_not_hold_is_refused_by_name(make_source: MakeSource):
+def change_after_offer(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Changes a value of a bucket in place, once its checksums have been computed."""
+    place = WeightPacker.place
+
+    def place_and_change(packer: WeightPacker, bucket: Bucket) -> pb.BucketInPlace | None:
+        placed = place(packer, bucket)
+        if bucket.number == number:
+            packer.find(bucket.pieces[0].slice).reshape(-1)[1] += 1
+        return placed
+
+    monkeypatch.setattr(WeightPacker, "place", place_and_change)
+
+
+def test_weights_that_change_while_they_are_read_in_place_are_named(
+    make_source: MakeSource, monkeypatch: pytest.MonkeyPatch
+):
+    source, moved = one_to_one(make_source)
+    change_after_offer(monkeypatch, 1)
+    sent, call = source.send(moved)
+    with pytest.raises(
+        TransferError,
+        match=rf"^actor rank .* at {source.endpoint.address}: bucket 1 of \d+ of transfer t1: the bytes of \w+ from 0 "
+        "on do not match their checksum$",
+    ):
+        read_all(moved, 0, fetcher_by(["memfd"]))
+    call.cancelled = True
+    with pytest.raises(CallCancelled):
+        sent.result(5)
+
+
+def test_weights_that_change_after_the_call_of_their_source_end_with_its_error(make_source: MakeSource):
+    source, moved = one_to_one(make_source)
+    sent, call = source.send(moved)
+    reading = receive(moved, 0, fetcher_by(["memfd"]), time.monotonic() + 20)
+    piece, values = next(reading)
+    call.cancelled = True
+    with pytest.raises(CallCancelled):
+        sent.result(5)
+    for _, shard in source.shards:
+        shard.tensor.add_(1)
+    with pytest.raises(CallCancelled):
+        values.copy_to(torch.empty(piece.box.shape))
+
+
+def test_memory_of_another_process_with_the_same_id_is_not_taken_for_that_of_the_source(
+    make_source: MakeSource, caplog: pytest.LogCaptureFixture
+):
+    source, moved = one_to_one(make_source)
+    memory = source.peer.board._own.memory
+    source.peer.board._own.memory = replace(memory, nonce=bytes(len(memory.nonce)))
+    fetcher = fetcher_by(["memfd"])
+    with caplog.at_level(logging.INFO):
+        sent, _ = source.send(moved)
+        pieces, num_bytes = read_all(moved, 0, fetcher)
+        sent.result(5)
+    assert fetcher.traffic().keys() == {"memfd"}
+    assert fetcher.traffic()["memfd"].bytes == num_bytes
+    assert f"packs its weights: process {memory.pid} is another one here" in caplog.text
+    wanted = moved.receivers[0].slices
+    assert all(torch.equal(x, tensors()[name]) for name, x in assembled(wanted, pieces).items())
+
+
+def test_a_receiver_that_cannot_read_in_place_gets_the_same_buckets_packed(make_source: MakeSource):
+    values = tensors()
+    shards = [(name, WeightShard.of_whole(x)) for name, x in values.items()]
+    source = make_source(shards, transports=["memfd", "grpc"])
+    wanted = [whole(name, x) for name, x in values.items()]
+    moved = transfer_to([source], [receiver_of(number, wanted) for number in range(2)])
+    sent, _ = source.send(moved)
+    fetchers = [fetcher_by([name]) for name in ("memfd", "grpc")]
+    with ThreadPoolExecutor(2) as threads:
+        read = list(threads.map(lambda number: read_all(moved, number, fetchers[number]), range(2)))
+    sent.result(5)
+    for pieces, _ in read:
+        assert all(torch.equal(x, values[name]) for name, x in assembled(wanted, pieces).items())
+    assert fetchers[1].traffic().keys() == {"grpc"}
+    assert source.store.stat().used_bytes == 0
+
+
+@on_one_host
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_slices_of_rows_and_columns_arrive_whole(make_source: MakeSource, way: str, dtype: str):
+    big = torch.randn((800, 4200), generator=torch.Generator().manual_seed(1))
+    source = make_source([("big", WeightShard.of_whole(big))])
+    columns = WeightSlice("big", (800, 4200), Slice((0, 100), (800, 3000)), dtype)
+    moved = transfer_to([source], [receiver_of(0, [columns])], bucket_bytes=6 << 20)
+    assert columns.box.numel * 4 > 8 * PART_BYTES
+    wanted = getattr(torch, dtype)
+    plain, strided = torch.zeros((800, 2900), dtype=wanted), torch.zeros((2900, 800), dtype=wanted).t()
+    for number, target in enumerate((plain, strided, plain.double())):
+        again = replace(moved, id=f"t{number}")
+        sent, _ = source.send(again)
+        fetcher = fetcher_by(["memfd"])
+        for piece, values in receive(again, 0, fetcher, time.monotonic() + 20):
+            values.copy_to(target[piece.box.within(columns.box)])
+        sent.result(5)
+        assert torch.equal(target, big[:, 100:3000].to(wanted).to(target.dtype))
+        assert fetcher.traffic().keys() == {"in_place" if way == "in place" else "memfd"}
+
+
+@on_one_host
+def test_what_a_rank_does_not_hold_is_refused_by_name(make_source: MakeSource, way: str):
     source, moved = one_to_one(make_source)
     source.shards = source.shards[1:]
     sent, _ = source.send(moved)

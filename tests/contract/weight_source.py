@@ -117,7 +117,7 @@ def read_all(
     pieces = {}
     for piece, values in receive(transfer, receiver, fetcher, time.monotonic() + within_s):
         assert piece not in pieces
-        pieces[piece] = torch.empty_like(values.tensor)
+        pieces[piece] = torch.empty(piece.box.shape, dtype=getattr(torch, piece.dtype))
         values.copy_to(pieces[piece])
     return pieces, sum(values.nbytes for values in pieces.values())
 
