@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 
 from controller.mapping.dataflow import STAGES, Call
-from controller.mapping.pareto import not_dominated_rows
+from controller.mapping.pareto import merged_rows, not_dominated_rows
 from controller.mapping.problem import Model
 from controller.mapping.simulate import (
     Site,
@@ -315,5 +315,16 @@ def _training_memory(use: ModelUse, rows: RowSizes, stage: int) -> tuple[int, in
 def not_dominated(options: Sequence[Option]) -> list[Option]:
     """Returns the options than which no other is at least as good in every time, in `idle` and in `extra`; of equal
     ones the first."""
-    costs = np.array([(*each.times, each.idle, each.extra) for each in options])
-    return [options[i] for i in not_dominated_rows(costs)]
+    return [options[i] for i in not_dominated_rows(costs_of(options))]
+
+
+def merged(options: Sequence[Option], more: Sequence[Option]) -> list[Option]:
+    """Returns the options of two lists, each without dominated ones, that are not dominated by others of both."""
+    both = [*options, *more]
+    return [both[i] for i in merged_rows(costs_of(options), costs_of(more))]
+
+
+def costs_of(options: Sequence[Option]) -> np.ndarray:
+    """Returns the costs of layouts [layouts, stages + 2]: seconds of each stage, `idle` and `extra`."""
+    width = len(options[0].times) + 2 if options else 2
+    return np.array([(*each.times, each.idle, each.extra) for each in options], float).reshape(-1, width)

@@ -23,3 +23,14 @@ def not_dominated_rows(costs: np.ndarray) -> np.ndarray:
             order = np.concatenate((order[:place], order[place:][is_smaller]))
             columns = np.concatenate((columns[:, :place], columns[:, place:][:, is_smaller]), axis=1)
     return order
+
+
+def merged_rows(front: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """Returns the indices [n] int64 of the rows of `front` followed by `more`, each [rows, columns], than which no other
+    is at most as large in every column; of equal rows the first. No row of `front` is dominated by another of it, nor
+    one of `more`."""
+    if not len(front) or not len(more):
+        return np.arange(len(front) + len(more))
+    is_new = ~(front[None] <= more[:, None]).all(axis=2).any(axis=1)
+    stays = ~(more[is_new][None] <= front[:, None]).all(axis=2).any(axis=1)
+    return np.flatnonzero(np.concatenate((stays, is_new)))
