@@ -130,14 +130,18 @@ def best_plan(
 
 def named_plans(problem: Problem) -> dict[str, MappedPlan | None]:
     """Returns the best plan of each placement that HybridFlow compares (section 8.3): all models on the same devices,
-    each on its own, and actor and reference beside all others; where there are models for it."""
+    each on its own, and actor, rollout and reference beside all others; where there are models for it. And where
+    services receive weights, what learns beside all others."""
     names = [model.name for model in problem.models]
     numbers = range(len(names))
-    first = tuple(i for i in numbers if names[i] in ("actor", "reference"))
+    first = tuple(i for i in numbers if names[i] in ("actor", "rollout", "reference"))
     others = tuple(i for i in numbers if i not in first)
     placements = {"colocate": [tuple(numbers)], "standalone": [(i,) for i in numbers]}
-    if len(first) == 2 and others:
+    if len(first) > 1 and others:
         placements["split"] = [first, others]
+    learning = tuple(i for i in numbers if problem.models[i].use.learns)
+    if any(model.receives for model in problem.models):
+        placements["disaggregated"] = [learning, tuple(i for i in numbers if i not in learning)]
     return {name: find_plan(problem, sets) for name, sets in placements.items()}
 
 

@@ -26,9 +26,8 @@ def not_dominated_rows(costs: np.ndarray) -> np.ndarray:
 
 
 def merged_rows(front: np.ndarray, more: np.ndarray) -> np.ndarray:
-    """Returns the indices [n] int64 of the rows of `front` followed by `more`, each [rows, columns], than which no other
-    is at most as large in every column; of equal rows the first. No row of `front` is dominated by another of it, nor
-    one of `more`."""
+    """Returns the indices [n] int64 of the rows of `front` followed by `more`, each [rows, columns], that no other row
+    dominates; of equal rows the first. No row of `front` dominates another of it, nor one of `more` another."""
     if not len(front) or not len(more):
         return np.arange(len(front) + len(more))
     is_new = ~(front[None] <= more[:, None]).all(axis=2).any(axis=1)

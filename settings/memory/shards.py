@@ -93,11 +93,12 @@ def generation_numel(use: ModelUse, stage: int) -> int:
     """Returns the elements of the weights that a rank of training stage `stage` generates with: the whole model, or
     1/(pg tg) of it on a generation mesh, gathered into one buffer per weight.
 
-    With engine 3d the vocabulary has the padding of the training mesh.
+    With engine 3d the vocabulary has the padding of the training mesh, and where ranks of a rollout service share the
+    model that of their own.
     """
-    assert use.rollout is not None, "only actors generate"
+    assert use.rollout is not None, "it has a rollout engine"
     shape, rollout = use.shape, use.rollout
-    if use.engine != "3d":
+    if use.engine not in ("3d", "none") or (use.engine == "none" and rollout.pipeline * rollout.tensor == 1):
         return shape.num_parameters
     pipeline, tensor, _ = use.mesh
     own = stage // (pipeline // rollout.pipeline)

@@ -30,6 +30,7 @@ from rlhf.errors import ConfigError
 from settings.memory.predict import predict
 from settings.memory.shape import LLAMA_SHAPES, ModelShape
 from settings.reward import RewardTable
+from settings.strict import read_toml
 
 QUICKSTARTS = Path(__file__).parents[2] / "deploy/quickstart"
 SERVICES: tuple[str, ...] = ("actor", "critic", "reference", "reward")
@@ -102,12 +103,27 @@ def test_a_plug_in_is_recorded_as_it_is() -> None:
     ]
 
 
-def test_a_rollout_service_is_refused() -> None:
+def test_a_rollout_and_a_values_service_are_recorded_with_their_transfers() -> None:
     ppo = find_algorithm("ppo")
-    with pytest.raises(
-        ConfigError, match=r"services\.rollout: a mapping has generation on the actor's devices"
-    ):
-        record_dataflow(ppo, ppo.configure(load(QUICKSTARTS / "disaggregated.toml")))
+    values = "services.values={role='values',address='127.0.0.1:7106',model='x'}"
+    config = load(QUICKSTARTS / "disaggregated.toml", (values,))
+    flow = record_dataflow(ppo, ppo.configure(config))
+    assert called(flow) == [
+        "rollout.generate_sequences",
+        "actor.compute_log_prob",
+        "values.compute_values",
+        "reference.compute_ref_log_prob",
+        "reward.compute_reward",
+        "critic.update_critic",
+        "critic.sync_weights",
+        "values.sync_weights",
+        "actor.update_actor",
+        "actor.sync_weights",
+        "rollout.sync_weights",
+    ]
+    assert set(flow.calls[1].reads) >= {"prompt_ids", "response_ids"}
+    assert [call.stage for call in flow.calls[5:]] == [2, 3, 3, 2, 3, 3]
+    assert flow.calls[-1].after == (8,)
 
 
 def test_an_algorithm_that_fails_is_told() -> None:
@@ -264,6 +280,74 @@ def test_a_plan_is_a_config_that_fits_and_is_the_fastest(config_file: Path, roll
     explained = rlhf_map("explain", planned, "--devices", "A100-80GB:8")
     assert explained.exit_code == 0, explained.output
     assert "1.00 times as long" in explained.output
+
+
+RECEIVERS: dict[str, dict[str, object]] = {
+    "rollout": {"role": "rollout", "address": "127.0.0.1:7105"},
+    "values": {"role": "values", "address": "127.0.0.1:7106"},
+}
+
+
+@pytest.fixture
+def disaggregated_file(config_file: Path) -> Path:
+    """The config with a rollout and a values service."""
+    tables = read_toml(config_file)
+    more = {"model": str(config_file.parent), "dtype": "bfloat16"}
+    tables["services"] |= {name: {**table, **more} for name, table in RECEIVERS.items()}
+    path = config_file.with_name("disaggregated.toml")
+    path.write_text(tomli_w.dumps(tables))
+    return path
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_services_that_receive_weights_are_placed(disaggregated_file: Path, ahead: int) -> None:
+    """The plan is a config that fits by `rlhf-deploy check`, names the seconds of the transfer, and is simulated."""
+    planned = disaggregated_file.with_name("plan.toml")
+    found = rlhf_map("find", disaggregated_file, "--devices", "A100-80GB:8", "--ahead", ahead, "-o", planned)
+    assert found.exit_code == 0, found.output
+    assert re.search(r"^step .* weights ", found.stdout, re.MULTILINE)
+    assert re.search(r"^disaggregated ", found.stdout, re.MULTILINE)
+    config = load(planned)
+    report = predict_memory(config, list(config.services), 80 * 10**9)
+    assert report.misfits == []
+    assert not report.left_out
+    assert find_algorithm("ppo").configure(config)
+    explained = rlhf_map("explain", planned, "--devices", "A100-80GB:8", "--ahead", ahead)
+    assert explained.exit_code == 0, explained.output
+    assert "1.00 times as long" in explained.output
+    ran = rlhf_map(
+        "simulate", planned, "--devices", "A100-80GB:8", "--steps", 2, "--set", f"run.ahead={ahead}"
+    )
+    assert ran.exit_code == 0, ran.output
+    assert re.search(r"rollout\.load_weights +[\d.]+ +0\.0*[1-9]", ran.output)
+
+
+def test_a_device_that_only_generates_needs_no_optimizer(disaggregated_file: Path) -> None:
+    """With generation on few devices of another kind, these hold no gradients and moments."""
+    planned = disaggregated_file.with_name("plan.toml")
+    kinds = ("--devices", "H100:4", "--devices", "L40S:4")
+    ran = rlhf_map("find", disaggregated_file, *kinds, "--ahead", 1, "-o", planned)
+    assert ran.exit_code == 0, ran.output
+    config = load(planned)
+    pools = {name: table.pool for name, table in config.services.items()}
+    assert not config.devices_of("rollout") & config.devices_of("actor"), pools
+
+
+def test_generation_on_other_devices_overlaps_with_updates() -> None:
+    """With steps ahead, a step takes as long as the busiest of two sets, and at most as long as without."""
+    shapes: dict[str, ModelShape] = dict.fromkeys((*SERVICES, "rollout"), LLAMA_SHAPES["7B"])
+    plans = []
+    for ahead in (0, 1):
+        problem = ppo_problem(shapes, device_group("A100-80GB:16"), paper_workload(), ahead)
+        plan = find_plan(problem, [(0, 1), (2, 3, 4)])
+        assert plan is not None
+        assert max(predicted_bytes(problem, plan)) <= 80 * 10**9
+        assert plan.stages[3] > 0
+        plans.append(plan)
+    alone, overlapping = plans
+    assert overlapping.cost < 0.9 * alone.cost
+    busiest = max(sum(pool.times) for pool in overlapping.pools)
+    assert overlapping.cost == max(busiest, sum(overlapping.stages) / 2)
 
 
 def test_explain_says_what_a_worse_plan_loses(config_file: Path) -> None:

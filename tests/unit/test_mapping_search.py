@@ -12,9 +12,13 @@ import numpy as np
 import pytest
 
 from controller.mapping import fronts
+from controller.mapping.devices import DeviceGroup, built_in_devices
 from controller.mapping.layouts import Option
+from controller.mapping.mapper import LayoutTables, find_plan
 from controller.mapping.pareto import merged_rows, not_dominated_rows
+from controller.mapping.problem import ppo_problem
 from controller.mapping.search import MappedPlan, Search, partitions
+from controller.mapping.workload import LengthShares, Workload
 from settings.memory.shape import ModelShape
 from settings.memory.use import ModelUse
 
@@ -47,13 +51,13 @@ def cheapest_by_enumeration(
 
 
 def cost_of(labels, where, picked, capacities, ahead) -> float:
-    slowest, busiest = [0.0, 0.0, 0.0], 0.0
+    slowest, busiest = [0.0] * 4, 0.0
     for label, (kind, _) in where.items():
         mine = [option for option, each in zip(picked, labels, strict=True) if each == label]
         needed = sum(option.idle for option in mine) + max(option.extra for option in mine)
         if needed > capacities[kind]:
             return math.inf
-        times = [sum(option.times[stage] for option in mine) for stage in range(3)]
+        times = [sum(option.times[stage] for option in mine) for stage in range(4)]
         slowest = [max(a, b) for a, b in zip(slowest, times, strict=True)]
         busiest = max(busiest, sum(times))
     return max(busiest, sum(slowest) / (ahead + 1))
@@ -74,16 +78,18 @@ def random_instance(seed: int) -> tuple[list[int], list[int], list[int], Options
             key = kind, devices, ranks
             if key not in table:
                 own = random.Random(f"{seed} {key}")
-                table[key] = [random_option(own) for _ in range(own.randint(0, 2))]
+                table[key] = [random_option(own, kind) for _ in range(own.randint(0, 2))]
             found += table[key]
         return found
 
     return kinds, counts, capacities, options, draw.choice([0, 0, 1, 3])
 
 
-def random_option(draw: random.Random) -> Option:
-    times = tuple(float(draw.choice([0, 1, 2, 3, 5, 8])) for _ in range(3))
-    return Option(times, draw.randint(1, 12), draw.randint(1, 20), USE)
+def random_option(draw: random.Random, kind: int) -> Option:
+    """A layout. Kinds 0 and 1 move weights after an update."""
+    times = [float(draw.choice([0, 1, 2, 3, 5, 8])) for _ in range(3)]
+    moving = float(draw.choice([0, 1, 2])) if kind < 2 else 0.0
+    return Option((*times, moving), draw.randint(1, 12), draw.randint(1, 20), USE)
 
 
 def search(instance: tuple[list[int], list[int], list[int], Options, int]) -> MappedPlan | None:
@@ -105,6 +111,22 @@ def test_equals_brute_force(block: int, grains: int, monkeypatch: pytest.MonkeyP
         assert (math.inf if plan is None else plan.cost) == least_cost(seed), seed
         fitting += plan is not None
     assert fitting > 10
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("memory_gb", [0.02, 0.004])
+def test_a_rollout_service_is_placed_as_by_brute_force(ahead: int, memory_gb: float) -> None:
+    """Real costs, of a model whose generation and weights are a service's, on three devices."""
+    table = built_in_devices()["A100-80GB"].model_copy(update={"memory_gb": memory_gb})
+    work = Workload(8, LengthShares.of(64), LengthShares.of(64), mini_batches=2)
+    shape = ModelShape("llama", 256, 64, 128, 4, 4, 2, 16)
+    group = DeviceGroup("A100-80GB", table, 3)
+    problem = ppo_problem(dict.fromkeys(("actor", "rollout", "reference"), shape), group, work, ahead)
+    tables = LayoutTables(problem)
+    expected = cheapest_by_enumeration(tables.kinds, [3], [group.capacity], tables.options, ahead)
+    plan = find_plan(problem)
+    assert plan is not None
+    assert plan.cost == pytest.approx(expected, rel=1e-12)
 
 
 @functools.cache
