@@ -85,6 +85,11 @@ class Fronts:
             self._fitting[place] = self._fast(self._combine(tables, kind), kind)
         return self._fitting[place]
 
+    def least(self, model: int, kind: int, count: int) -> np.ndarray:
+        """Returns the least seconds [stages] of each stage of a model in any layout; [0] where it has none."""
+        costs = self._rounded(model, kind, count).costs
+        return costs[:, :-2].min(axis=0) if len(costs) else np.zeros(0)
+
     def refine(self, key: Key, kind: int, count: int) -> None:
         """Makes the combinations of a set on `count` devices exact, from now on."""
         front = self._combine_exactly([self._table(model, kind, count) for model in key], kind)

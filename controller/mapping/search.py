@@ -139,11 +139,11 @@ class Search:
         self._capacities = capacities
         self._options = options
         self._ahead = ahead
-        self._floor = self._fastest_stages()
         self._best = known
         self._cost = float("inf") if known is None else known.cost
         self._fronts = Fronts(capacities, options, lambda times: self._least_cost(times) < self._cost)
         self._candidates: dict[Key, Candidates] = {}
+        self._floor = np.zeros(1)
 
     def run(
         self, pool_counts: Sequence[Sequence[int]], sets: Sequence[tuple[int, ...]] | None = None
@@ -154,6 +154,7 @@ class Search:
             pool_counts: Numbers of devices that a pool may have, ascending, by kind of devices.
             sets: The sets of models of the plan, by their numbers. Default: the best of all partitions.
         """
+        self._floor = self._fastest_stages(pool_counts)
         found = [list(sets)] if sets else sorted(partitions(range(len(self._kinds))), key=len)
         if not sets:
             self._colocate()
@@ -163,15 +164,14 @@ class Search:
             self._allocate(each, pool_counts)
         return self._best
 
-    def _fastest_stages(self) -> np.ndarray:
-        """Returns the least seconds of each stage: of the slowest model, each in its fastest layout for the stage."""
+    def _fastest_stages(self, pool_counts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Returns the least seconds of each stage: of the slowest model, each in its fastest layout for the stage, in
+        any pool."""
         floors = []
         for model in set(self._kinds):
-            times = [
-                option.times
-                for kind, count in enumerate(self._counts)
-                for option in self._options(model, kind, count)
-            ]
+            places = [(kind, count) for kind, counts in enumerate(pool_counts) for count in counts]
+            times = [self._fronts.least(model, kind, count) for kind, count in places]
+            times = [each for each in times if len(each)]
             if times:
                 floors.append(np.min(times, axis=0))
         return np.max(floors, axis=0) if floors else np.zeros(1)

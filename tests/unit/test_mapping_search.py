@@ -115,12 +115,16 @@ def test_equals_brute_force(block: int, grains: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("memory_gb", [0.02, 0.004])
-def test_a_rollout_service_is_placed_as_by_brute_force(ahead: int, memory_gb: float) -> None:
-    """Real costs, of a model whose generation and weights are a service's, on three devices."""
+@pytest.mark.parametrize("per_machine", [2, 8])
+def test_a_rollout_service_is_placed_as_by_brute_force(
+    ahead: int, memory_gb: float, per_machine: int
+) -> None:
+    """Real costs, of a model whose generation and weights are a service's, on three devices. On machines of two, a pool
+    of three has no tensor parallelism, and one of two has."""
     table = built_in_devices()["A100-80GB"].model_copy(update={"memory_gb": memory_gb})
     work = Workload(8, LengthShares.of(64), LengthShares.of(64), mini_batches=2)
     shape = ModelShape("llama", 256, 64, 128, 4, 4, 2, 16)
-    group = DeviceGroup("A100-80GB", table, 3)
+    group = DeviceGroup("A100-80GB", table, 3, per_machine)
     problem = ppo_problem(dict.fromkeys(("actor", "rollout", "reference"), shape), group, work, ahead)
     tables = LayoutTables(problem)
     expected = cheapest_by_enumeration(tables.kinds, [3], [group.capacity], tables.options, ahead)
