@@ -70,6 +70,17 @@ class Option:
         """Number of ranks."""
         return self.use.ranks
 
+    @property
+    def is_policy(self) -> bool:
+        """Whether it is the model that learns and whose responses are generated."""
+        return self.use.learns and self.use.rollout is not None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a run with `run.ahead` keeps its calls until the next step has generated, generation aside: of what
+        learns, and of a values service."""
+        return self.use.learns or (self.use.receives and self.use.engine != "none")
+
 
 def divisors(number: int) -> list[int]:
     """Returns the divisors of a number, ascending."""

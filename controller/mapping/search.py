@@ -66,8 +66,31 @@ class MappedPlan:
 
     @property
     def cost(self) -> float:
-        """Seconds of a step; see `period`."""
-        return period(self.stages, max(sum(pool.times) for pool in self.pools), self.ahead)
+        """Seconds of a step; see `period`, and `_chain_s`."""
+        busiest = max(sum(pool.times) for pool in self.pools)
+        return max(period(self.stages, busiest, self.ahead), self._chain_s() if self.ahead else 0.0)
+
+    def _chain_s(self) -> float:
+        """Returns the seconds of a chain of calls that steps ahead cannot overlap. A run keeps the calls of what learns,
+        and of a values service, until a later step generates; on the devices that generate they come after that. The
+        step that they belong to ends with its updates and transfers, and the generation after that one waits for it. 0
+        where no kept call is on those devices."""
+        generating = [pool for pool in self.pools if any(each.use.generates for each in pool.options)]
+        learning = [pool for pool in self.pools if any(each.is_policy for each in pool.options)]
+        if not generating or not learning:
+            return 0.0
+        here, policy, stages = generating[0].times, learning[0].times, self.stages
+        kept = [each for each in generating[0].options if each.is_kept]
+        prepared_s = sum(each.times[1] for each in kept)
+        if prepared_s:
+            # Other preparation on these devices comes after the transfer to them.
+            to_here = here[0] + here[1] + policy[2] + max(policy[3], here[3])
+            return max(to_here, here[0] + prepared_s + stages[2] + stages[3])
+        if not kept:
+            return 0.0
+        # Values on the policy's devices receive their critic's weights before the policy is updated there.
+        is_after = any(each.is_kept and each.use.receives for each in learning[0].options)
+        return here[0] + here[2] + here[3] + (policy[2] if is_after else 0.0)
 
 
 def period(stages: Sequence[float], busiest: float, ahead: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,21 @@ from click.testing import CliRunner, Result
 from unit.test_memory_check import LLAMA_7B
 
 from controller.algorithms import find_algorithm
-from controller.config.config import load
+from controller.config.config import Config, load
 from controller.mapping import devices as device_tables
 from controller.mapping.cli import main
+from controller.mapping.configured import described_calls, models_of, placeable
 from controller.mapping.dataflow import Dataflow
 from controller.mapping.devices import built_in_devices, device_group, read_devices
 from controller.mapping.layouts import layouts
-from controller.mapping.mapper import find_plan, predicted_bytes
-from controller.mapping.problem import Problem, paper_workload, ppo_problem
+from controller.mapping.mapper import find_plan, named_plans, predicted_bytes
+from controller.mapping.output import planned_config
+from controller.mapping.problem import Model, Problem, paper_workload, ppo_problem
 from controller.mapping.record import record_dataflow
 from controller.mapping.simulate import Site, generation_s, inference_s, training_s, transition_s
-from controller.mapping.workload import LengthShares, Workload
+from controller.mapping.workload import LengthShares, Workload, workload_of
+from controller.simulation.durations import Durations
+from controller.simulation.run import simulate_run
 from controller.training.algorithm import Algorithm
 from controller.training.run import Run
 from deploy.memory import predict_memory
@@ -30,7 +35,7 @@ from rlhf.errors import ConfigError
 from settings.memory.predict import predict
 from settings.memory.shape import LLAMA_SHAPES, ModelShape
 from settings.reward import RewardTable
-from settings.strict import read_toml
+from settings.strict import read_toml, validate
 
 QUICKSTARTS = Path(__file__).parents[2] / "deploy/quickstart"
 SERVICES: tuple[str, ...] = ("actor", "critic", "reference", "reward")
@@ -348,6 +353,46 @@ def test_generation_on_other_devices_overlaps_with_updates() -> None:
     assert overlapping.cost < 0.9 * alone.cost
     busiest = max(sum(pool.times) for pool in overlapping.pools)
     assert overlapping.cost == max(busiest, sum(overlapping.stages) / 2)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "ahead"),
+    [
+        pytest.param((), 1),
+        pytest.param((), 0, marks=pytest.mark.full),
+        *(
+            pytest.param(names, ahead, marks=pytest.mark.full)
+            for names in (("values",), ("rollout", "values"))
+            for ahead in (0, 1)
+        ),
+    ],
+)
+def test_the_cost_of_a_plan_is_the_step_of_the_simulated_controller(
+    disaggregated_file: Path, left_out: tuple[str, ...], ahead: int
+) -> None:
+    """For the fastest plan and each placement: the real controller on simulated ranks, with the durations of calls that
+    the plan predicts, takes as long as the search says, also where steps overlap."""
+    tables = read_toml(disaggregated_file)
+    tables["services"] = {name: each for name, each in tables["services"].items() if name not in left_out}
+    tables["run"] = {"ahead": ahead}
+    ppo = find_algorithm("ppo")
+
+    def models(config: Config) -> tuple[Model, ...]:
+        return models_of(config, record_dataflow(ppo, config)).models
+
+    given = ppo.configure(validate(Config, tables, "here"))
+    group = device_group("A100-80GB:8")
+    problem = Problem(tuple(map(placeable, models(given))), workload_of(given), (group,), ahead)
+    plans = {"found": find_plan(problem), **named_plans(problem)}
+    assert ("disaggregated" in plans) == ("rollout" not in left_out)
+    for name, plan in plans.items():
+        assert plan is not None, name
+        config = ppo.configure(planned_config(tables, problem, plan)[1])
+        calls = described_calls(config, replace(problem, models=models(config)), group)
+        lengths = problem.workload.prompts.shares, problem.workload.responses.shares
+        trace = simulate_run(config, ppo, Durations(calls, {}), *lengths, 7)
+        ends = [max(call.end for call in trace.calls if call.step == step) for step in (3, 6)]
+        assert (ends[1] - ends[0]) / 3 == pytest.approx(plan.cost, rel=0.05), name
 
 
 def test_explain_says_what_a_worse_plan_loses(config_file: Path) -> None:

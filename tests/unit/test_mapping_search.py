@@ -60,7 +60,23 @@ def cost_of(labels, where, picked, capacities, ahead) -> float:
         times = [sum(option.times[stage] for option in mine) for stage in range(4)]
         slowest = [max(a, b) for a, b in zip(slowest, times, strict=True)]
         busiest = max(busiest, sum(times))
-    return max(busiest, sum(slowest) / (ahead + 1))
+    return max(busiest, sum(slowest) / (ahead + 1), chain(labels, picked) if ahead else 0.0)
+
+
+def chain(labels, picked) -> float:
+    """Seconds from one generation to the next, where an actor or a critic is on the devices of a rollout service.
+    Models are these three, or have no roles."""
+    if len(picked) != 3 or not picked[2].use.generates or labels[2] not in labels[:2]:
+        return 0.0
+
+    def seconds(label: int, stage: int) -> float:
+        return sum(option.times[stage] for each, option in zip(labels, picked, strict=True) if each == label)
+
+    learner, here = labels[0], labels[2]
+    before = seconds(here, 0) + seconds(here, 1)
+    slowest = [max(seconds(label, stage) for label in labels) for stage in (2, 3)]
+    to_here = seconds(learner, 2) + max(seconds(learner, 3), seconds(here, 3))
+    return before + max(to_here, sum(slowest))
 
 
 def random_instance(seed: int) -> tuple[list[int], list[int], list[int], Options, int]:
@@ -125,7 +141,7 @@ def test_a_rollout_service_is_placed_as_by_brute_force(
     work = Workload(8, LengthShares.of(64), LengthShares.of(64), mini_batches=2)
     shape = ModelShape("llama", 256, 64, 128, 4, 4, 2, 16)
     group = DeviceGroup("A100-80GB", table, 3, per_machine)
-    problem = ppo_problem(dict.fromkeys(("actor", "rollout", "reference"), shape), group, work, ahead)
+    problem = ppo_problem(dict.fromkeys(("actor", "critic", "rollout"), shape), group, work, ahead)
     tables = LayoutTables(problem)
     expected = cheapest_by_enumeration(tables.kinds, [3], [group.capacity], tables.options, ahead)
     plan = find_plan(problem)
