@@ -21,8 +21,8 @@ class Front:
     """Combinations of layouts of a set of models.
 
     Attributes:
-        costs: [combinations, stages + 2] Seconds of each stage; bytes between calls, and most bytes beyond. Or [...,
-            stages] seconds alone.
+        costs: [combinations, stages + 3] Seconds of each stage, and of preparation that is kept where steps overlap;
+            bytes between calls, and most bytes beyond. Or [..., stages + 1] seconds alone.
         places: [combinations, models] int64 Numbers of the layouts among those of their models.
     """
 
@@ -54,8 +54,9 @@ class Fronts:
     Args:
         capacities: Bytes of a device, by kind of devices.
         options: As of `Search`.
-        is_fast: Returns which combinations may be in a plan that is looked for: of their seconds [combinations,
-            stages], or any lower bound on these, a mask [combinations].
+        is_fast: Returns which combinations may be in a plan that is looked for: of the seconds of their stages
+            [combinations, stages], or any lower bound on these, a mask [combinations].
+        ahead: As of `Search`.
     """
 
     def __init__(
@@ -63,10 +64,12 @@ class Fronts:
         capacities: Sequence[int],
         options: Callable[[int, int, int], Sequence[Option]],
         is_fast: Callable[[np.ndarray], np.ndarray],
+        ahead: int,
     ) -> None:
         self._capacities = capacities
         self._options = options
         self._is_fast = is_fast
+        self._ahead = ahead
         self._tables: dict[tuple[int, int, int], _Table] = {}
         self._numbers: dict[tuple[int, int, bytes], int] = {}
         self._combined: dict[tuple[int, ...], Front] = {}
@@ -88,7 +91,7 @@ class Fronts:
     def least(self, model: int, kind: int, count: int) -> np.ndarray:
         """Returns the least seconds [stages] of each stage of a model in any layout; [0] where it has none."""
         costs = self._rounded(model, kind, count).costs
-        return costs[:, :-2].min(axis=0) if len(costs) else np.zeros(0)
+        return costs[:, :-3].min(axis=0) if len(costs) else np.zeros(0)
 
     def refine(self, key: Key, kind: int, count: int) -> None:
         """Makes the combinations of a set on `count` devices exact, from now on."""
@@ -116,7 +119,9 @@ class Fronts:
     def _table(self, model: int, kind: int, count: int) -> _Table:
         """Returns the layouts of a kind of models with exact bytes."""
         options = self._options(model, kind, count)
-        return _Table(-1, costs_of(options), options)
+        costs = costs_of(options)
+        kept_s = [each.times[1] if self._ahead and each.is_kept else 0.0 for each in options]
+        return _Table(-1, np.insert(costs, costs.shape[1] - 2, kept_s, axis=1), options)
 
     def _rounded(self, model: int, kind: int, count: int) -> _Table:
         """Returns the layouts with rounded bytes, without those that are dominated then."""
@@ -155,14 +160,14 @@ class Fronts:
         costs `least` will be joined."""
         models = front.places.shape[1] + 1
         if not len(own.costs) or not len(front.costs):
-            return Front(np.zeros((0, 2)), np.zeros((0, models), np.int64))
+            return Front(np.zeros((0, 3)), np.zeros((0, models), np.int64))
         costs = front.costs[:, None, :] + own.costs[None, :, :]
         costs[:, :, -1] = np.maximum(front.costs[:, None, -1], own.costs[None, :, -1])
         flat = costs.reshape(-1, own.costs.shape[1])
         times, idle, extra = flat[:, :-2], flat[:, -2], flat[:, -1]
         for each in least:
             times, idle, extra = times + each[:-2], idle + each[-2], np.maximum(extra, each[-1])
-        fits = np.flatnonzero((idle + extra <= self._capacities[kind]) & self._is_fast(times))
+        fits = np.flatnonzero((idle + extra <= self._capacities[kind]) & self._is_fast(times[:, :-1]))
         kept = fits[not_dominated_rows(flat[fits])]
         places = np.concatenate(
             (front.places[kept // len(own.costs)], own.places[kept % len(own.costs)]), axis=1

@@ -71,10 +71,12 @@ class MappedPlan:
         return max(period(self.stages, busiest, self.ahead), self._chain_s() if self.ahead else 0.0)
 
     def _chain_s(self) -> float:
-        """Returns the seconds of a chain of calls that steps ahead cannot overlap. A run keeps the calls of what learns,
-        and of a values service, until a later step generates; on the devices that generate they come after that. The
-        step that they belong to ends with its updates and transfers, and the generation after that one waits for it. 0
-        where no kept call is on those devices."""
+        """Returns the seconds of a chain of calls that steps ahead cannot overlap; 0 where there is none.
+
+        A run keeps the calls of what learns, and of a values service, until a later step generates; on the devices that
+        generate they come after that. The step that they belong to ends with its updates and transfers, and the
+        generation after that one waits for it.
+        """
         generating = [pool for pool in self.pools if any(each.use.generates for each in pool.options)]
         learning = [pool for pool in self.pools if any(each.is_policy for each in pool.options)]
         if not generating or not learning:
@@ -164,7 +166,7 @@ class Search:
         self._ahead = ahead
         self._best = known
         self._cost = float("inf") if known is None else known.cost
-        self._fronts = Fronts(capacities, options, lambda times: self._least_cost(times) < self._cost)
+        self._fronts = Fronts(capacities, options, lambda times: self._least_cost(times) < self._cost, ahead)
         self._candidates: dict[Key, Candidates] = {}
         self._floor = np.zeros(1)
 
@@ -299,7 +301,7 @@ class Search:
 
     def _of_kind(self, key: Key, kind: int, counts: Sequence[int]) -> np.ndarray:
         """Returns the candidates of a set on devices of a kind: [rows, 3 + stages] kind, count and number of the
-        combination, and seconds."""
+        combination, and seconds of the stages."""
         fronts, last = [], None
         for count in counts:
             front = self._fronts.fitting(key, kind, count)
@@ -311,8 +313,9 @@ class Search:
         if not fronts:
             return np.zeros((0, 4))
         rows = np.concatenate(fronts)
-        rows = rows[self._least_cost(rows[:, 3:]) < self._cost]
-        return rows[not_dominated_rows(rows[:, [1, *range(3, rows.shape[1])]])]
+        rows = rows[self._least_cost(rows[:, 3:-1]) < self._cost]
+        kept = not_dominated_rows(rows[:, [1, *range(3, rows.shape[1])]])
+        return rows[kept, :-1]
 
     def _least_cost(self, times: np.ndarray) -> np.ndarray:
         """Returns the least seconds of a step [combinations] with a pool that takes `times` [combinations, stages]: as

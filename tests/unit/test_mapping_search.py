@@ -65,18 +65,18 @@ def cost_of(labels, where, picked, capacities, ahead) -> float:
 
 def chain(labels, picked) -> float:
     """Seconds from one generation to the next, where an actor or a critic is on the devices of a rollout service.
-    Models are these three, or have no roles."""
-    if len(picked) != 3 or not picked[2].use.generates or labels[2] not in labels[:2]:
+    Models are these three, and further ones that do not learn; or have no roles."""
+    if len(picked) < 3 or not picked[2].use.generates or labels[2] not in labels[:2]:
         return 0.0
 
     def seconds(label: int, stage: int) -> float:
         return sum(option.times[stage] for each, option in zip(labels, picked, strict=True) if each == label)
 
     learner, here = labels[0], labels[2]
-    before = seconds(here, 0) + seconds(here, 1)
+    kept = sum(option.times[1] for label, option in zip(labels[:2], picked[:2], strict=True) if label == here)
     slowest = [max(seconds(label, stage) for label in labels) for stage in (2, 3)]
     to_here = seconds(learner, 2) + max(seconds(learner, 3), seconds(here, 3))
-    return before + max(to_here, sum(slowest))
+    return seconds(here, 0) + max(seconds(here, 1) + to_here, kept + sum(slowest))
 
 
 def random_instance(seed: int) -> tuple[list[int], list[int], list[int], Options, int]:
@@ -131,22 +131,29 @@ def test_equals_brute_force(block: int, grains: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("memory_gb", [0.02, 0.004])
-@pytest.mark.parametrize("per_machine", [2, 8])
+@pytest.mark.parametrize(
+    ("services", "count", "per_machine"),
+    [
+        (("actor", "critic", "rollout"), 3, 8),
+        (("actor", "critic", "rollout"), 3, 2),
+        (("actor", "critic", "rollout", "reference"), 2, 1),
+    ],
+)
 def test_a_rollout_service_is_placed_as_by_brute_force(
-    ahead: int, memory_gb: float, per_machine: int
+    ahead: int, memory_gb: float, services: tuple[str, ...], count: int, per_machine: int
 ) -> None:
-    """Real costs, of a model whose generation and weights are a service's, on three devices. On machines of two, a pool
-    of three has no tensor parallelism, and one of two has."""
+    """Real costs, of a model whose generation and weights are a service's. On machines of two, a pool of three has no
+    tensor parallelism, and one of two has."""
     table = built_in_devices()["A100-80GB"].model_copy(update={"memory_gb": memory_gb})
     work = Workload(8, LengthShares.of(64), LengthShares.of(64), mini_batches=2)
     shape = ModelShape("llama", 256, 64, 128, 4, 4, 2, 16)
-    group = DeviceGroup("A100-80GB", table, 3, per_machine)
-    problem = ppo_problem(dict.fromkeys(("actor", "critic", "rollout"), shape), group, work, ahead)
+    group = DeviceGroup("A100-80GB", table, count, per_machine)
+    problem = ppo_problem(dict.fromkeys(services, shape), group, work, ahead)
     tables = LayoutTables(problem)
-    expected = cheapest_by_enumeration(tables.kinds, [3], [group.capacity], tables.options, ahead)
+    expected = cheapest_by_enumeration(tables.kinds, [count], [group.capacity], tables.options, ahead)
     plan = find_plan(problem)
-    assert plan is not None
-    assert plan.cost == pytest.approx(expected, rel=1e-12)
+    assert plan is not None or memory_gb < 0.02
+    assert (math.inf if plan is None else plan.cost) == pytest.approx(expected, rel=1e-12)
 
 
 @functools.cache
