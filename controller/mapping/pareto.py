@@ -30,6 +30,6 @@ def merged_rows(front: np.ndarray, more: np.ndarray) -> np.ndarray:
     dominates; of equal rows the first. No row of `front` dominates another of it, nor one of `more` another."""
     if not len(front) or not len(more):
         return np.arange(len(front) + len(more))
-    is_new = ~(front[None] <= more[:, None]).all(axis=2).any(axis=1)
-    stays = ~(more[is_new][None] <= front[:, None]).all(axis=2).any(axis=1)
+    is_new = ~np.any(np.all(front[None] <= more[:, None], axis=2), axis=1)
+    stays = ~np.any(np.all(more[is_new][None] <= front[:, None], axis=2), axis=1)
     return np.flatnonzero(np.concatenate((stays, is_new)))
