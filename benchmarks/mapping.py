@@ -50,7 +50,8 @@ def main(sizes: tuple[str, ...], json_path: Path | None) -> None:
     print("| model | GPUs | models | CPU s | clock s | bar s | step s | pools |\n" + "|---" * 8 + "|")
     cases = [(size, count, None) for size in sizes for count in COUNTS[size]]
     for size, count, services in [*cases, *((size, LARGE, FIVE) for size in sizes)]:
-        row = measure(size, count, services) | {"bar_s": LARGE_BAR_S if count == LARGE else BAR_S}
+        row = measure(size, count, services)
+        row["bar_s"] = LARGE_BAR_S if count == LARGE else BAR_S
         rows.append(row)
         step = f"{row['step_s']:.2f}" if row["fits"] else "does not fit"
         print(
