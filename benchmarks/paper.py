@@ -1,7 +1,8 @@
-"""HybridFlow's testbed simulated: placements, generation meshes, transitions and mapping times beside reported figures.
+"""HybridFlow's testbed simulated: placements, algorithms, scaling, generation meshes and transitions beside reported
+figures. `benchmarks.mapping` measures the time of the search.
 
-`python -m benchmarks.paper --json FILE` prints Markdown and writes the figures. Nothing is measured but the time of the
-search. The reported figures (section 8 of HybridFlow) are of other systems; ours are predictions of `rlhf-map`.
+`python -m benchmarks.paper --json FILE` prints Markdown and writes the figures. Nothing is measured but the CPU time of
+the searches. The reported figures (section 8 of HybridFlow) are of other systems; ours are predictions of `rlhf-map`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from controller.algorithms import find_algorithm
+from controller.config.config import load
 from controller.mapping.devices import device_group
 from controller.mapping.layouts import Option, layouts
 from controller.mapping.mapper import find_plan, named_plans, predicted_bytes
 from controller.mapping.output import pool_name
 from controller.mapping.problem import Problem, paper_workload, ppo_problem
+from controller.mapping.record import record_dataflow
 from controller.mapping.search import MappedPlan
 from controller.mapping.simulate import Site, transition_s
 from settings.memory.shape import LLAMA_SHAPES, ModelShape
@@ -33,19 +37,71 @@ COUNTS = {
 """GPUs by model, as in HybridFlow, figure 9."""
 PLACEMENTS = ("colocate", "split", "standalone")
 DEVICE = "A100-80GB"
+BASELINES = {
+    "colocate": ("DeepSpeed-Chat", "3.67, at most 7.84"),
+    "standalone": ("OpenRLHF", "3.25, at most 5.93"),
+    "split": ("NeMo-Aligner", "12.52, at most 20.57"),
+}
+"""System that has each placement, and how many times its throughput HybridFlow reports to have for PPO on average. The
+systems also differ in engines, in meshes and in their transitions; ours differ in the placement alone."""
+ALGORITHMS = {"ppo": "1.68", "remax": "1.53", "safe_rlhf": "1.71"}
+"""Algorithms, and the ratio that HybridFlow reports to OpenRLHF with 7B on 128 GPUs."""
 REPORTED = {
     "generation, 7B": "60.3 % less with a smaller tensor size than training's 8",
     "generation, 13B": "36.4 % less",
-    "transition": "55.2 % less on average, at most 89.1 % (70B)",
+    "transition": "55.2 % (11.7 s) less on average, at most 89.1 % (78.2 s, 70B)",
     "strong scaling": "66.8 %",
+    "PPO at 8 GPUs": "at least 2.09 times a baseline",
     "mapping": "at most half an hour, linear in the number of devices",
 }
+QUICKSTARTS = Path(__file__).parents[1] / "deploy/quickstart"
 
 
-def paper_problem(size: str, count: int) -> Problem:
-    """Returns PPO with four models of a size on `count` A100-80GB, 8 to a machine."""
-    shapes: dict[str, ModelShape] = dict.fromkeys(SERVICES, LLAMA_SHAPES[size])
+def paper_problem(size: str, count: int, services: Sequence[str] | None = None) -> Problem:
+    """Returns PPO with models of a size, four by default, on `count` A100-80GB, 8 to a machine."""
+    shapes: dict[str, ModelShape] = dict.fromkeys(services or SERVICES, LLAMA_SHAPES[size])
     return ppo_problem(shapes, device_group(f"{DEVICE}:{count}"), paper_workload())
+
+
+def algorithm_problem(name: str, size: str, count: int) -> Problem:
+    """Returns an algorithm of this project, as its text is, with models of a size on the rows of `paper_workload`."""
+    algorithm, work = find_algorithm(name), paper_workload()
+    settings = (f"data.prompts_per_step={work.rows}", "rollout.samples_per_prompt=1")
+    config = algorithm.configure(load(QUICKSTARTS / f"{algorithm.quickstart}.toml", settings))
+    flow = record_dataflow(algorithm, config)
+    like = {model.name: model for model in paper_problem(size, count).models}
+    models = []
+    for service, table in config.services.items():
+        calls = tuple(call for call in flow.calls if call.service == service)
+        if calls:
+            models.append(replace(like[table.role], name=service, calls=calls))
+    return Problem(models, work, (device_group(f"{DEVICE}:{count}"),))
+
+
+def algorithms(size: str = "7B", count: int = 128) -> dict[str, dict[str, float]]:
+    """Returns tokens per second of the best plan, and with each model on devices of its own, by algorithm."""
+    found = {}
+    for name in ALGORITHMS:
+        problem = algorithm_problem(name, size, count)
+        alone = find_plan(problem, [(number,) for number in range(len(problem.models))])
+        found[name] = {
+            "models": len(problem.models),
+            "found": throughput(problem, find_plan(problem)),
+            "standalone": throughput(problem, alone),
+        }
+    return found
+
+
+def strong_scaling(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Returns, by model, the throughput on the most GPUs over that on the fewest, as a share of the ratio of GPUs."""
+    found = {}
+    for size in dict.fromkeys(row["model"] for row in rows):
+        fitting = [row for row in rows if row["model"] == size and row["tokens_per_s"]]
+        first, last = fitting[0], fitting[-1]
+        if first is not last:
+            gained = last["tokens_per_s"] / first["tokens_per_s"]
+            found[size] = gained / (last["gpus"] / first["gpus"])
+    return found
 
 
 def throughput(problem: Problem, plan: MappedPlan | None) -> float:
@@ -137,6 +193,20 @@ def main() -> None:
             f"{row['search_cpu_s']:.1f} |",
             flush=True,
         )
+    print("\n| times the throughput of | mean | most | system | reported |\n|---|---|---|---|---|")
+    for name, (system, reported) in BASELINES.items():
+        ratios = [row["tokens_per_s"] / row[name] for row in rows if row[name]]
+        print(f"| {name} | {sum(ratios) / len(ratios):.2f} | {max(ratios):.2f} | {system} | {reported} |")
+    scaling = strong_scaling(rows)
+    print(f"\nstrong scaling: {', '.join(f'{size} {100 * share:.0f} %' for size, share in scaling.items())}")
+    by_algorithm = algorithms() if "7B" in given.models else {}
+    print("\n| 7B, 128 GPUs | models | found, tokens/s | standalone | ratio | reported, to OpenRLHF |")
+    print("|---|---|---|---|---|---|")
+    for name, each in by_algorithm.items():
+        print(
+            f"| {name} | {each['models']:.0f} | {each['found']:,.0f} | {each['standalone']:,.0f} | "
+            f"{each['found'] / each['standalone']:.2f} | {ALGORITHMS[name]} |"
+        )
     generation = {size: generation_by_tensor_size(size) for size in ("7B", "13B")}
     print("\n| generation, 16 GPUs, training 1-8-2 | 1 | 2 | 4 | 8 |\n|---|---|---|---|---|")
     for size, seconds in generation.items():
@@ -145,14 +215,19 @@ def main() -> None:
         )
     moved = {size: transitions(size, 128, 2 if size in ("7B", "13B") else 8) for size in COUNTS}
     print(
-        "\n| transition, 128 GPUs, from t = 8 | gather_all | hybridflow_v | hybridflow |\n|---|---|---|---|"
+        "\n| transition, 128 GPUs, from t = 8 | gather_all | hybridflow_v | hybridflow | less than gather_all |\n"
+        "|---|---|---|---|---|"
     )
     for size, seconds in moved.items():
-        print(f"| {size} | " + " | ".join(f"{1e3 * s:.0f} ms" for s in seconds.values()) + " |")
+        each = " | ".join(f"{1e3 * s:.0f} ms" for s in seconds.values())
+        less = 1 - seconds["hybridflow"] / seconds["gather_all"]
+        print(f"| {size} | {each} | {100 * less:.1f} % |")
     print("\nReported: " + "; ".join(f"{name}: {text}" for name, text in REPORTED.items()))
     if given.json:
         figures = {
             "placements": rows,
+            "algorithms": by_algorithm,
+            "strong_scaling": scaling,
             "generation_s": generation,
             "transition_s": moved,
             "reported": REPORTED,

@@ -42,14 +42,15 @@ def predict_memory(config: Config, names: Sequence[str], device_bytes: int | Non
         config: Configuration of the run.
         names: Names of the services.
         device_bytes: Memory of one GPU. None: services compute on GPUs of unknown memory where the host has a driver
-            for them, else on the CPU.
+            for them, else on the CPU. Services whose `device` is cpu always compute there.
     """
     on_gpu = device_bytes is not None or GPU_DRIVER.exists()
-    services, left_out = predict_services(config, names, lambda table: on_gpu)
+    services, left_out = predict_services(config, names, lambda table: on_gpu and table.device != "cpu")
     if not on_gpu:
         misfits = _host_misfits(services, _available_bytes())
     else:
-        misfits = [] if device_bytes is None else _device_misfits(config, services, device_bytes)
+        on_devices = {name: service for name, service in services.items() if service.on_gpu}
+        misfits = [] if device_bytes is None else _device_misfits(config, on_devices, device_bytes)
     return MemoryReport(on_gpu, services, left_out, misfits)
 
 
@@ -64,6 +65,8 @@ def memory_table(report: MemoryReport) -> Table:
         heaviest, _ = service.largest
         for stage, footprint in service.stages.items():
             device, host = footprint.device_bytes, footprint.host_bytes
+            if report.on_gpu and not service.on_gpu:
+                device, host = 0, device + host
             is_first = stage == next(iter(service.stages))
             table.add_row(
                 name if is_first else "",

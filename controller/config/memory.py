@@ -23,12 +23,14 @@ class ServiceMemory:
         rows: Rows that it is predicted for.
         stages: Footprint of the rank that needs most, by stage.
         stays: Bytes that stay on the device of a rank while the service is offloaded.
+        on_gpu: Whether its ranks compute on GPUs.
     """
 
     ranks: int
     rows: RowSizes
     stages: Mapping[StageName, Footprint]
     stays: int
+    on_gpu: bool = True
 
     @property
     def idle(self) -> int:
@@ -67,7 +69,12 @@ def predict_services(
     for name in names:
         table = config.services[name]
         try:
-            uses[name] = service_use(table, on_gpu=is_on_gpu(table), truncates=config.rollout.truncates)
+            uses[name] = service_use(
+                table,
+                on_gpu=is_on_gpu(table),
+                truncates=config.rollout.truncates,
+                generates=name not in config.generators,
+            )
         except NotPredicted as error:
             left_out[name] = str(error)
     sizes = row_sizes(config, [use.shape.positions for use in uses.values()])
@@ -75,7 +82,8 @@ def predict_services(
     for name, use in uses.items():
         rows = replace(sizes, mini_batches=_mini_batches(config, config.services[name]))
         stages = predict(use, rows)
-        services[name] = ServiceMemory(use.ranks, rows, stages, staying_bytes(use, stages["idle"]))
+        stays = staying_bytes(use, stages["idle"])
+        services[name] = ServiceMemory(use.ranks, rows, stages, stays, use.on_gpu)
     return services, left_out
 
 

@@ -50,7 +50,12 @@ def models_of(config: Config, dataflow: Dataflow) -> ConfiguredModels:
             left_out[name] = "external" if table.external else f"role {table.role} has no model"
             continue
         try:
-            use = service_use(table, on_gpu=True, truncates=config.rollout.truncates)
+            use = service_use(
+                table,
+                on_gpu=True,
+                truncates=config.rollout.truncates,
+                generates=name not in config.generators,
+            )
         except NotPredicted as error:
             raise ConfigError(f"services.{name}: {error}") from None
         models.append(Model(name, use, calls, table.role == "critic"))
@@ -61,8 +66,10 @@ def models_of(config: Config, dataflow: Dataflow) -> ConfiguredModels:
 
 def placeable(model: Model) -> Model:
     """Returns a model in the engine that the search chooses meshes for: 3d, but fsdp for adapters, and for rewards the
-    one that they have: whole, or fsdp where they are sharded or learn."""
+    one that they have: whole, or fsdp where they are sharded or learn. A rollout service has none."""
     use = model.use
+    if use.engine == "none":
+        return model
     if use.shape.head == "score":
         engine = "whole" if use.engine == "whole" else "fsdp"
         return replace(model, use=replace(use, engine=engine, offload_optimizer=False))
@@ -114,7 +121,10 @@ def described_calls(
             together = _together(model, problem.workload)
             times = call_times(model, model.use, site, problem.workload, together)
             for call, seconds in zip(model.calls, times, strict=True):
-                found.setdefault((call.service, call.method), []).append(seconds)
+                method = call.method
+                if call.kind == "sync":
+                    method = "send_weights" if model.use.learns else "load_weights"
+                found.setdefault((call.service, method), []).append(seconds)
     return found
 
 

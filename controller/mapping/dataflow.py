@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["generation", "inference", "training"]
-STAGES = ("generation", "preparation", "training")
-"""Stages of a step (HybridFlow, section 2): every call is in the one of its kind; inference is preparation."""
+Kind = Literal["generation", "inference", "training", "sync"]
+STAGES = ("generation", "preparation", "training", "weights")
+"""Stages of a step (HybridFlow, section 2): every call is in the one of its kind; inference is preparation. In the
+last, weights move to services that compute with those of another one."""
+SYNC = "sync_weights"
+"""Method of the calls of a transfer of weights: one of the source, and one of each receiver."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,14 @@ class Call:
         """Kind of the computation, by the name of the method."""
         if self.method == "generate_sequences":
             return "generation"
+        if self.method == SYNC:
+            return "sync"
         return "training" if self.method.startswith("update_") else "inference"
 
     @property
     def stage(self) -> int:
         """Index of the call's stage in `STAGES`."""
-        return {"generation": 0, "inference": 1, "training": 2}[self.kind]
+        return {"generation": 0, "inference": 1, "training": 2, "sync": 3}[self.kind]
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from itertools import product
 import numpy as np
 
 from controller.mapping.dataflow import STAGES, Call
-from controller.mapping.pareto import not_dominated_rows
+from controller.mapping.pareto import merged_rows, not_dominated_rows
 from controller.mapping.problem import Model
 from controller.mapping.simulate import (
     Site,
     generation_s,
     inference_s,
     rows_together,
+    sync_s,
     training_s,
     transition_s,
 )
@@ -26,7 +27,7 @@ from controller.mapping.work import column_bytes
 from controller.mapping.workload import Workload
 from settings.memory.generation import cache_bytes, decoding_bytes
 from settings.memory.predict import generation_parts, idle_parts, predict_rank
-from settings.memory.use import ModelUse, RowSizes
+from settings.memory.use import ModelUse, RolloutUse, RowSizes
 from settings.meshes import Sizes
 
 WAVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -69,6 +70,17 @@ class Option:
         """Number of ranks."""
         return self.use.ranks
 
+    @property
+    def is_policy(self) -> bool:
+        """Whether it is the model that learns and whose responses are generated."""
+        return self.use.learns and self.use.rollout is not None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a run with `run.ahead` keeps its calls until the next step has generated, generation aside: of what
+        learns, and of a values service."""
+        return self.use.learns or (self.use.receives and self.use.engine != "none")
+
 
 def divisors(number: int) -> list[int]:
     """Returns the divisors of a number, ascending."""
@@ -80,12 +92,12 @@ def meshes(model: Model, site: Site, ranks: int, workload: Workload) -> Iterator
     of heads, key-value heads and feed-forward units, p of layers; d of the rows of a mini-batch for models that are
     trained, and at most the rows of a call."""
     shape, use = model.use.shape, model.use
-    most = min((call.rows for call in model.calls), default=ranks)
+    most = min((call.rows for call in model.calls if call.rows), default=ranks)
     cut = max(1, workload.rows // workload.mini_batches)
     for data in divisors(ranks):
         if data > most or (use.learns and cut % data):
             continue
-        if use.engine != "3d":
+        if use.engine not in ("3d", "none"):
             if data == ranks:
                 yield 1, 1, ranks
             continue
@@ -132,21 +144,35 @@ def _trained(model: Model, use: ModelUse, site: Site, workload: Workload, bounds
         return
     rows = model.rows(workload)
     alone = replace(use, rollout=None)
+    if use.rollout is not None and not use.generates:
+        use = replace(use, rollout=_unused(use.rollout, use))
     parts = [_training_memory(alone, rows, stage) for stage in stages(use)]
     if any(idle + beyond > site.group.capacity for idle, beyond in parts):
         return
-    if use.rollout is None:
-        idle = max(idle for idle, _ in parts)
-        yield Option(tuple(times), idle, max(map(sum, parts)) - idle, use)
+    if not use.generates:
+        yield Option(tuple(times), *memory(use, rows), use)
         return
     for each in _generating(use):
         yield from _waves(model, each, site, workload, times, bounds)
 
 
+def _unused(rollout: RolloutUse, use: ModelUse) -> RolloutUse:
+    """Returns the rollout engine of an actor that does not generate: on the mesh of training, where it has no weights
+    of its own."""
+    if use.engine != "3d":
+        return rollout
+    in_place = rollout.engine == "hf" and not use.shards_over_data and not rollout.gathers_all
+    return replace(rollout, pipeline=use.mesh[0], tensor=use.mesh[1], in_place=in_place)
+
+
 def _generating(use: ModelUse) -> Iterator[ModelUse]:
     """Yields a use with each mesh of generation, whose sizes divide those of training."""
     rollout = use.rollout
-    assert rollout is not None, "only actors generate"
+    assert rollout is not None, "it generates"
+    if use.engine == "none":
+        if use.mesh[0] == 1 or rollout.engine == "hf":
+            yield replace(use, rollout=replace(rollout, pipeline=use.mesh[0], tensor=use.mesh[1]))
+        return
     if use.engine != "3d":
         yield use
         return
@@ -162,7 +188,7 @@ def _waves(
     """Yields the layouts of an actor, one for each number of waves of generation, until a smaller cache takes no less
     memory, but longer."""
     rows, rollout = model.rows(workload), use.rollout
-    assert rollout is not None, "only actors generate"
+    assert rollout is not None, "it generates"
     generated = max((call.rows for call in model.calls if call.kind == "generation"), default=1)
     length = rows.prompt_tokens + rows.response_tokens
     base = others[0] + transition_s(use, site)
@@ -207,7 +233,7 @@ def service_times(model: Model, use: ModelUse, site: Site, workload: Workload, t
 def cache_of(use: ModelUse, tokens: int) -> int:
     """Returns the bytes of a rank's KV cache of `tokens` tokens, rounded up to MiB."""
     rollout, shape = use.rollout, use.shape
-    assert rollout is not None, "only actors generate"
+    assert rollout is not None, "it generates"
     per_token = 2 * shape.layers // rollout.pipeline * (shape.key // rollout.tensor)
     return -(-tokens * per_token * use.itemsize // MIB) * MIB
 
@@ -239,7 +265,7 @@ def _call_s(call: Call, model: Model, use: ModelUse, site: Site, workload: Workl
         return fetch + inference_s(use, site, call.rows, workload)
     if call.kind == "training":
         return fetch + training_s(use, site, call.rows, workload, is_critic=model.is_critic)
-    return fetch
+    return sync_s(use, site) if call.kind == "sync" else fetch
 
 
 def _transfer_s(call: Call, use: ModelUse, site: Site, workload: Workload) -> float:
@@ -254,7 +280,7 @@ def _transfer_s(call: Call, use: ModelUse, site: Site, workload: Workload) -> fl
 def memory(use: ModelUse, rows: RowSizes) -> tuple[int, int]:
     """Returns the bytes of a device that a rank takes between calls, and at most beyond these in a stage, as
     `settings.memory` predicts them: the most over pipeline stages. With a CPU, host memory is the device's."""
-    if use.rollout is not None:
+    if use.generates:
         return GeneratingMemory(use, rows).of(use)
     parts = [_training_memory(use, rows, stage) for stage in stages(use)]
     idle = max(idle for idle, _ in parts)
@@ -262,7 +288,7 @@ def memory(use: ModelUse, rows: RowSizes) -> tuple[int, int]:
 
 
 class GeneratingMemory:
-    """Memory of an actor's rank by the size of its KV cache.
+    """Memory of a rank that generates, by the size of its KV cache.
 
     Args:
         use: Use of the model; the sizes of its cache do not matter.
@@ -315,5 +341,16 @@ def _training_memory(use: ModelUse, rows: RowSizes, stage: int) -> tuple[int, in
 def not_dominated(options: Sequence[Option]) -> list[Option]:
     """Returns the options than which no other is at least as good in every time, in `idle` and in `extra`; of equal
     ones the first."""
-    costs = np.array([(*each.times, each.idle, each.extra) for each in options])
-    return [options[i] for i in not_dominated_rows(costs)]
+    return [options[i] for i in not_dominated_rows(costs_of(options))]
+
+
+def merged(options: Sequence[Option], more: Sequence[Option]) -> list[Option]:
+    """Returns the options of two lists, each without dominated ones, that are not dominated by others of both."""
+    both = [*options, *more]
+    return [both[i] for i in merged_rows(costs_of(options), costs_of(more))]
+
+
+def costs_of(options: Sequence[Option]) -> np.ndarray:
+    """Returns the costs of layouts [layouts, stages + 2]: seconds of each stage, `idle` and `extra`."""
+    width = len(options[0].times) + 2 if options else 2
+    return np.array([(*each.times, each.idle, each.extra) for each in options], float).reshape(-1, width)

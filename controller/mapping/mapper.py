@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
 from controller.mapping.devices import DeviceGroup
-from controller.mapping.layouts import Bounds, Option, layouts, meshes, not_dominated
+from controller.mapping.layouts import Bounds, Option, layouts, merged, meshes, not_dominated
 from controller.mapping.problem import Model, Problem
-from controller.mapping.search import MappedPlan, Rounding, Search
+from controller.mapping.search import MappedPlan, Search
 from controller.mapping.simulate import Site
 from settings.memory.predict import predict
 
@@ -30,7 +31,7 @@ class LayoutTables:
         self.kinds = [keys.index(model.key) for model in problem.models]
         self._of_kind = [problem.models[self.kinds.index(kind)] for kind in range(len(keys))]
         self._exact: dict[tuple[int, int, int, int], list[Option]] = {}
-        self._up_to: dict[tuple[int, int, int, int], list[Option]] = {}
+        self._up_to: dict[tuple[int, int, int], list[list[Option]]] = {}
         self._sizes: dict[tuple[int, int], list[int]] = {}
 
     def options(self, kind: int, devices: int, count: int) -> Sequence[Option]:
@@ -40,16 +41,13 @@ class LayoutTables:
         return self._accumulated(kind, devices, alignment, count)
 
     def _accumulated(self, kind: int, devices: int, alignment: int, count: int) -> list[Option]:
-        found: list[Option] = []
-        for ranks in self.mesh_sizes(kind, devices):
-            if ranks > count:
-                break
-            key = kind, devices, alignment, ranks
-            if key not in self._up_to:
-                more = self._layouts(kind, devices, alignment, ranks)
-                self._up_to[key] = not_dominated([*found, *more])
-            found = self._up_to[key]
-        return found
+        sizes = self.mesh_sizes(kind, devices)
+        # By the number of sizes: the layouts of the smallest ones.
+        found = self._up_to.setdefault((kind, devices, alignment), [[]])
+        for ranks in sizes[len(found) - 1 : bisect_right(sizes, count)]:
+            more = self._layouts(kind, devices, alignment, ranks)
+            found.append(merged(found[-1], more) if more else found[-1])
+        return found[bisect_right(sizes, count)]
 
     def _layouts(self, kind: int, devices: int, alignment: int, ranks: int) -> list[Option]:
         key = kind, devices, alignment, ranks
@@ -94,22 +92,14 @@ def on(model: Model, group: DeviceGroup) -> Model:
 def find_plan(problem: Problem, sets: Sequence[tuple[int, ...]] | None = None) -> MappedPlan | None:
     """Returns a plan of the lowest cost; None where no plan fits.
 
-    A plan with meshes of powers of two is found first, and bounds the layouts that are looked at. Where none costs less
-    with bytes rounded down, it is the one. Else one is found with bytes rounded up, and only if that costs more, the
-    exact bytes are searched.
+    A plan with meshes of powers of two is found first, and bounds the layouts that are looked at.
 
     Args:
         problem: The problem.
         sets: The sets of models that are colocated, by their numbers. Default: the best of all partitions.
     """
-    known = best_plan(problem, LayoutTables(problem, Bounds(doubling=True)), sets, rounding="up")
+    known = best_plan(problem, LayoutTables(problem, Bounds(doubling=True)), sets)
     tables = LayoutTables(problem, Bounds(math.inf if known is None else known.cost))
-    cheapest = best_plan(problem, tables, sets, known, "down")
-    if cheapest is None or cheapest is known:
-        return known
-    known = best_plan(problem, tables, sets, known, "up")
-    if known is not None and known.cost <= cheapest.cost:
-        return known
     return best_plan(problem, tables, sets, known)
 
 
@@ -118,7 +108,6 @@ def best_plan(
     tables: LayoutTables,
     sets: Sequence[tuple[int, ...]] | None = None,
     known: MappedPlan | None = None,
-    rounding: Rounding = "none",
 ) -> MappedPlan | None:
     """Returns a plan of the lowest cost among the layouts of tables; None where no plan fits.
 
@@ -127,7 +116,6 @@ def best_plan(
         tables: Its layouts.
         sets: As of `find_plan`.
         known: A plan, if one is known already. It is returned where none costs less. Default: none.
-        rounding: As of `Search`; with "down", a plan may be returned that does not fit.
     """
     search = Search(
         tables.kinds,
@@ -136,21 +124,24 @@ def best_plan(
         tables.options,
         problem.ahead,
         known,
-        rounding,
     )
     return search.run(tables.pool_counts(), sets)
 
 
 def named_plans(problem: Problem) -> dict[str, MappedPlan | None]:
     """Returns the best plan of each placement that HybridFlow compares (section 8.3): all models on the same devices,
-    each on its own, and actor and reference beside all others; where there are models for it."""
+    each on its own, and actor, rollout and reference beside all others; where there are models for it. And where
+    services receive weights, what learns beside all others."""
     names = [model.name for model in problem.models]
     numbers = range(len(names))
-    first = tuple(i for i in numbers if names[i] in ("actor", "reference"))
+    first = tuple(i for i in numbers if names[i] in ("actor", "rollout", "reference"))
     others = tuple(i for i in numbers if i not in first)
     placements = {"colocate": [tuple(numbers)], "standalone": [(i,) for i in numbers]}
-    if len(first) == 2 and others:
+    if len(first) > 1 and others:
         placements["split"] = [first, others]
+    learning = tuple(i for i in numbers if problem.models[i].use.learns)
+    if any(model.receives for model in problem.models):
+        placements["disaggregated"] = [learning, tuple(i for i in numbers if i not in learning)]
     return {name: find_plan(problem, sets) for name, sets in placements.items()}
 
 

@@ -83,7 +83,9 @@ def planned_tables(given: Mapping[str, Any], problem: Problem, plan: MappedPlan)
     tables = copy.deepcopy(dict(given))
     for table in tables["services"].values():
         table.pop("pool", None)
-    for key in ("placement", "devices"):
+    # A plan fits without turns, and services that receive weights take none.
+    is_receiving = any(model.receives for model in problem.models)
+    for key in ("placement", "devices", *(("device_memory_gb",) if is_receiving else ())):
         tables.pop(key, None)
     tables["pools"] = {}
     for pool, names in device_names(problem, plan).items():
@@ -101,6 +103,9 @@ def _placed(given: Mapping[str, Any], pool: str, option: Option) -> dict[str, An
     table |= {"pool": pool, "ranks": use.ranks}
     if given["role"] == "reward":
         return table
+    if use.engine == "none":
+        mesh = {"mesh": joined(use.mesh)} if use.mesh[:2] != (1, 1) else {}
+        return table | mesh | _generating(table, use)
     table["engine"] = use.engine
     if use.engine == "3d":
         table["mesh"] = joined(use.mesh)
@@ -115,10 +120,12 @@ def _placed(given: Mapping[str, Any], pool: str, option: Option) -> dict[str, An
 
 def _generating(table: Mapping[str, Any], use: ModelUse) -> dict[str, Any]:
     rollout = use.rollout
-    assert rollout is not None, "only actors generate"
+    assert rollout is not None, "it has a rollout engine"
     keys: dict[str, Any] = {}
     if use.engine == "3d":
         keys["generation_mesh"] = generation_mesh(use)
+    if not rollout.generates:
+        return keys
     if rollout.engine == "hf":
         keys["rollout_tokens"] = rollout.cache_tokens
     elif rollout.engine == "vllm":
@@ -129,7 +136,7 @@ def _generating(table: Mapping[str, Any], use: ModelUse) -> dict[str, Any]:
 def generation_mesh(use: ModelUse) -> str:
     """Returns the mesh pg-tg-dg-d of an actor."""
     rollout, (pipeline, tensor, data) = use.rollout, use.mesh
-    assert rollout is not None, "only actors generate"
+    assert rollout is not None, "it has a rollout engine"
     micro = pipeline * tensor // (rollout.pipeline * rollout.tensor)
     return joined((rollout.pipeline, rollout.tensor, micro, data))
 

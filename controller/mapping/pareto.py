@@ -23,3 +23,13 @@ def not_dominated_rows(costs: np.ndarray) -> np.ndarray:
             order = np.concatenate((order[:place], order[place:][is_smaller]))
             columns = np.concatenate((columns[:, :place], columns[:, place:][:, is_smaller]), axis=1)
     return order
+
+
+def merged_rows(front: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """Returns the indices [n] int64 of the rows of `front` followed by `more`, each [rows, columns], that no other row
+    dominates; of equal rows the first. No row of `front` dominates another of it, nor one of `more` another."""
+    if not len(front) or not len(more):
+        return np.arange(len(front) + len(more))
+    is_new = ~np.any(np.all(front[None] <= more[:, None], axis=2), axis=1)
+    stays = ~np.any(np.all(more[is_new][None] <= front[:, None], axis=2), axis=1)
+    return np.flatnonzero(np.concatenate((stays, is_new)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from controller.mapping.dataflow import Call, ppo_dataflow
+from controller.mapping.dataflow import SYNC, Call, Dataflow, ppo_dataflow
 from controller.mapping.devices import DeviceGroup
 from controller.mapping.workload import LengthShares, Workload
 from settings.memory.shape import HeadKind, ModelShape
@@ -33,6 +33,11 @@ class Model:
         """Key that is equal for models whose costs are: names aside."""
         calls = tuple((call.method, call.rows, call.reads) for call in self.calls)
         return self.use, calls, self.is_critic
+
+    @property
+    def receives(self) -> bool:
+        """Whether it computes with weights of another service."""
+        return not self.use.learns and any(call.kind == "sync" for call in self.calls)
 
     def rows(self, workload: Workload) -> RowSizes:
         """Returns the rows that its memory is predicted for."""
@@ -64,25 +69,39 @@ def ppo_problem(
     too, as no reward service of this project is.
 
     Args:
-        shapes: Shape of each model by its service: actor, critic, reference, reward, and any further critics.
+        shapes: Shape of each model by its service: actor, critic, reference, reward, and any further critics; with
+            rollout, a service that generates for the actor.
         devices: The devices.
         workload: Rows of a step.
         ahead: As in `Problem`.
     """
     flow = ppo_dataflow(workload.rows)
     models = []
+    is_apart = "rollout" in shapes
     for name, shape in shapes.items():
         role = "critic" if name.endswith("critic") else name
         head: HeadKind = {"critic": "value", "reward": "score"}.get(role, "lm")  # type: ignore[assignment]
         use = ModelUse(
             shape.with_head(head),
-            engine="3d",
+            engine="none" if role == "rollout" else "3d",
             dtype="bfloat16",
             learns=role in ("actor", "critic"),
-            rollout=RolloutUse() if role == "actor" else None,
+            rollout=RolloutUse(generates=role == "rollout" or not is_apart)
+            if role in ("actor", "rollout")
+            else None,
+            receives=role == "rollout",
         )
-        models.append(Model(name, use, flow.of(role), role == "critic"))
+        models.append(Model(name, use, _ppo_calls(flow, role, is_apart=is_apart), role == "critic"))
     return Problem(models, workload, (devices,), ahead)
+
+
+def _ppo_calls(flow: Dataflow, role: str, *, is_apart: bool) -> tuple[Call, ...]:
+    """Returns the calls of a role of PPO; `is_apart`: generation is a rollout service's."""
+    if not is_apart or role not in ("actor", "rollout"):
+        return flow.of(role)
+    generation, *others = flow.of("actor")
+    sync = Call(role, SYNC, 0)
+    return (generation, sync) if role == "rollout" else (*others, sync)
 
 
 def paper_workload() -> Workload:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 
@@ -23,18 +23,8 @@ WIDTH, ROW, TOP = 900, 30, 34
 def plan_table(problem: Problem, plan: MappedPlan) -> Table:
     """Returns the table of a plan: a line for each service, with its layout, its seconds in each stage, and the bytes
     of a device; and for each pool the bytes of all of its services."""
-    table = Table(
-        "devices",
-        "service",
-        "ranks",
-        "mesh",
-        "generation",
-        *STAGES,
-        "GB idle",
-        "GB most",
-        box=None,
-        pad_edge=False,
-    )
+    titles = ("devices", "service", "ranks", "mesh", "generation", *stage_names(plan), "GB idle", "GB most")
+    table = Table(*titles, box=None, pad_edge=False)
     for pool in in_order(problem, plan):
         group = problem.devices[pool.kind]
         where = f"{pool.count} {group.name}"
@@ -45,30 +35,36 @@ def plan_table(problem: Problem, plan: MappedPlan) -> Table:
                 str(option.ranks),
                 layout_text(option),
                 generation_text(problem, option),
-                *(seconds_text(seconds) if seconds else "" for seconds in option.times),
+                *(seconds_text(each) if each else "" for each in option.times[: len(stage_names(plan))]),
                 f"{option.idle / GB:.1f}",
                 f"{(option.idle + option.extra) / GB:.1f}",
             )
             where = ""
         if len(pool.models) > 1:
             of = f"of {group.capacity / GB:.1f}"
-            table.add_row("", "together", *[""] * 6, of, f"{pool.nbytes / GB:.1f}", style="dim")
+            empty = [""] * (len(titles) - 4)
+            table.add_row("", "together", *empty, of, f"{pool.nbytes / GB:.1f}", style="dim")
     return table
+
+
+def stage_names(plan: MappedPlan) -> Sequence[str]:
+    """Returns the names of the stages of a plan: the last only where weights move."""
+    return STAGES if plan.stages[-1] else STAGES[:-1]
 
 
 def layout_text(option: Option) -> str:
     """Returns mesh, sharding and recomputation of a layout, such as "1-4-2 sharded recomputes"."""
     use = option.use
-    words = [joined(use.mesh) if use.engine == "3d" else use.engine]
+    words = [joined(use.mesh) if use.engine in ("3d", "none") else use.engine]
     words += ["sharded"] if use.shards_over_data else []
     words += ["recomputes"] if use.activation_checkpointing else []
     return " ".join(words)
 
 
 def generation_text(problem: Problem, option: Option) -> str:
-    """Returns mesh and rows of generation, such as "1-2-2-4, 64 rows"; empty for other roles than actors."""
+    """Returns mesh and rows of generation, such as "1-2-2-4, 64 rows"; empty for models that do not generate."""
     use, rows = option.use, problem.workload.row_sizes()
-    if use.rollout is None:
+    if use.rollout is None or not use.generates:
         return ""
     length = rows.prompt_tokens + rows.response_tokens
     together = f"{use.rollout.cache_tokens // length} rows"
@@ -77,7 +73,8 @@ def generation_text(problem: Problem, option: Option) -> str:
 
 def summary(problem: Problem, plan: MappedPlan) -> str:
     """Returns one line: seconds of the stages and of a step, and tokens per second."""
-    stages = ", ".join(f"{name} {seconds_text(each)}" for name, each in zip(STAGES, plan.stages, strict=True))
+    pairs = zip(stage_names(plan), plan.stages, strict=False)
+    stages = ", ".join(f"{name} {seconds_text(each)}" for name, each in pairs)
     ahead = f" with {plan.ahead} ahead" if plan.ahead else ""
     rate = problem.workload.tokens / plan.cost
     return f"step{ahead} {seconds_text(plan.cost)} ({stages}), {rate:,.0f} tokens/s"
@@ -85,14 +82,17 @@ def summary(problem: Problem, plan: MappedPlan) -> str:
 
 def placements_table(problem: Problem, plans: Mapping[str, MappedPlan | None]) -> Table:
     """Returns a table of the best plan of each placement, by name."""
-    table = Table("placement", "step", "tokens/s", *STAGES, "pools", box=None, pad_edge=False)
+    names = max((stage_names(plan) for plan in plans.values() if plan), key=len, default=STAGES)
+    table = Table("placement", "step", "tokens/s", *names, "pools", box=None, pad_edge=False)
     for name, plan in plans.items():
         if plan is None:
             table.add_row(name, "does not fit")
             continue
         pools = ", ".join(f"{pool_name(problem, pool)}: {pool.count}" for pool in in_order(problem, plan))
         rate = f"{problem.workload.tokens / plan.cost:,.0f}"
-        table.add_row(name, seconds_text(plan.cost), rate, *map(seconds_text, plan.stages), pools)
+        table.add_row(
+            name, seconds_text(plan.cost), rate, *map(seconds_text, plan.stages[: len(names)]), pools
+        )
     return table
 
 

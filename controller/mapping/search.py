@@ -2,24 +2,22 @@
 the sets, and layouts of the models. Exact: no plan has a lower cost.
 
 Costs of a set are vectors of seconds by stage. A layout is left out only where another is at least as good in every
-stage and in memory; a partial plan only where no completion can cost less than the best plan so far.
+stage and in memory; a partial plan only where no completion can cost less than the best plan so far. Bytes of sets are
+rounded down until a plan is found in which one does not fit in truth; the bytes of that set are then exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
+from controller.mapping.fronts import Fronts, Key
 from controller.mapping.layouts import Option
 from controller.mapping.pareto import not_dominated_rows
 
 Times = tuple[float, ...]
-Rounding = Literal["none", "up", "down"]
-GRAINS = 256
-"""Parts of a device's memory to which a search rounds bytes."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,33 @@ class MappedPlan:
 
     @property
     def cost(self) -> float:
-        """Seconds of a step; see `period`."""
-        return period(self.stages, max(sum(pool.times) for pool in self.pools), self.ahead)
+        """Seconds of a step; see `period`, and `_chain_s`."""
+        busiest = max(sum(pool.times) for pool in self.pools)
+        return max(period(self.stages, busiest, self.ahead), self._chain_s() if self.ahead else 0.0)
+
+    def _chain_s(self) -> float:
+        """Returns the seconds of a chain of calls that steps ahead cannot overlap; 0 where there is none.
+
+        A run keeps the calls of what learns, and of a values service, until a later step generates; on the devices that
+        generate they come after that. The step that they belong to ends with its updates and transfers, and the
+        generation after that one waits for it.
+        """
+        generating = [pool for pool in self.pools if any(each.use.generates for each in pool.options)]
+        learning = [pool for pool in self.pools if any(each.is_policy for each in pool.options)]
+        if not generating or not learning:
+            return 0.0
+        here, policy, stages = generating[0].times, learning[0].times, self.stages
+        kept = [each for each in generating[0].options if each.is_kept]
+        prepared_s = sum(each.times[1] for each in kept)
+        if prepared_s:
+            # Other preparation on these devices comes after the transfer to them.
+            to_here = here[0] + here[1] + policy[2] + max(policy[3], here[3])
+            return max(to_here, here[0] + prepared_s + stages[2] + stages[3])
+        if not kept:
+            return 0.0
+        # Values on the policy's devices receive their critic's weights before the policy is updated there.
+        is_after = any(each.is_kept and each.use.receives for each in learning[0].options)
+        return here[0] + here[2] + here[3] + (policy[2] if is_after else 0.0)
 
 
 def period(stages: Sequence[float], busiest: float, ahead: int) -> float:
@@ -94,19 +117,6 @@ def partitions(items: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
         yield [(first,), *found]
         for number, each in enumerate(found):
             yield [*found[:number], (first, *each), *found[number + 1 :]]
-
-
-@dataclass(frozen=True, eq=False)
-class Front:
-    """Combinations of layouts of a set of models on a number of devices, of which none is better than another in all.
-
-    Attributes:
-        costs: [combinations, stages + 2] Seconds of each stage; bytes between calls, and most bytes beyond.
-        choices: Layouts of each combination, in the order of the set.
-    """
-
-    costs: np.ndarray
-    choices: tuple[tuple[Option, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,12 +145,9 @@ class Search:
         counts: Number of devices of each kind of devices.
         capacities: Bytes of a device, by kind of devices.
         options: Function that returns the layouts of a kind of models in a pool: of kind of models, kind of devices
-            and number of devices. A pool of more devices must have all layouts of a pool of fewer, or equal ones.
+            and number of devices.
         ahead: Steps by which generation may be ahead of updates.
         known: A plan, if one is known already. Default: none.
-        rounding: Whether bytes are exact, or rounded "up" or "down" to GRAINS parts of a device, which leaves few
-            combinations: no plan costs less than those that are found with bytes rounded down, and all that are found
-            with bytes rounded up fit. Default: exact.
     """
 
     def __init__(
@@ -151,19 +158,17 @@ class Search:
         options: Callable[[int, int, int], Sequence[Option]],
         ahead: int = 0,
         known: MappedPlan | None = None,
-        rounding: Rounding = "none",
     ) -> None:
-        self._rounding = rounding
         self._kinds = kinds
         self._counts = counts
         self._capacities = capacities
         self._options = options
         self._ahead = ahead
-        self._combined: dict[tuple[tuple[int, ...], int, int], Front] = {}
-        self._fitting: dict[tuple[tuple[int, ...], int, int], Front] = {}
-        self._floor = self._fastest_stages()
         self._best = known
         self._cost = float("inf") if known is None else known.cost
+        self._fronts = Fronts(capacities, options, lambda times: self._least_cost(times) < self._cost, ahead)
+        self._candidates: dict[Key, Candidates] = {}
+        self._floor = np.zeros(1)
 
     def run(
         self, pool_counts: Sequence[Sequence[int]], sets: Sequence[tuple[int, ...]] | None = None
@@ -174,22 +179,24 @@ class Search:
             pool_counts: Numbers of devices that a pool may have, ascending, by kind of devices.
             sets: The sets of models of the plan, by their numbers. Default: the best of all partitions.
         """
+        self._floor = self._fastest_stages(pool_counts)
         found = [list(sets)] if sets else sorted(partitions(range(len(self._kinds))), key=len)
         if not sets:
             self._colocate()
-        for sets in found:
-            self._allocate(sets, pool_counts)
+        # Of partitions that differ in models of one kind alone, one is enough.
+        alike = {tuple(sorted(map(self._key, each))): each for each in reversed(found)}
+        for each in reversed(alike.values()):
+            self._allocate(each, pool_counts)
         return self._best
 
-    def _fastest_stages(self) -> np.ndarray:
-        """Returns the least seconds of each stage: of the slowest model, each in its fastest layout for the stage."""
+    def _fastest_stages(self, pool_counts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Returns the least seconds of each stage: of the slowest model, each in its fastest layout for the stage, in
+        any pool."""
         floors = []
         for model in set(self._kinds):
-            times = [
-                option.times
-                for kind, count in enumerate(self._counts)
-                for option in self._options(model, kind, count)
-            ]
+            places = [(kind, count) for kind, counts in enumerate(pool_counts) for count in counts]
+            times = [self._fronts.least(model, kind, count) for kind, count in places]
+            times = [each for each in times if len(each)]
             if times:
                 floors.append(np.min(times, axis=0))
         return np.max(floors, axis=0) if floors else np.zeros(1)
@@ -213,9 +220,22 @@ class Search:
 
     def _allocate(self, sets: list[tuple[int, ...]], pool_counts: Sequence[Sequence[int]]) -> None:
         """Looks for a better plan with these sets."""
-        choices = [self._candidates(self._key(each), pool_counts) for each in sets]
-        if not all(len(each.counts) for each in choices):
-            return
+        keys = [self._key(each) for each in sets]
+        misfits: list[tuple[Key, int, int]] | None = None
+        while misfits is None or misfits:
+            for place in misfits or ():
+                self._fronts.refine(*place)
+                self._candidates.pop(place[0], None)
+            choices = [self._candidates_of(key, pool_counts) for key in keys]
+            if not all(len(each.counts) for each in choices):
+                return
+            misfits = self._descend(sets, choices)
+
+    def _descend(
+        self, sets: list[tuple[int, ...]], choices: Sequence[Candidates]
+    ) -> list[tuple[Key, int, int]]:
+        """Takes the best plan of these candidates. Ends early at one that would be better, but whose pools do not all
+        fit in truth, and returns these."""
         floors = [each.costs.min(axis=0) for each in choices]
         # The sets with the highest costs come first.
         order = sorted(range(len(sets)), key=lambda i: -floors[i].sum())
@@ -227,13 +247,11 @@ class Search:
             least.append(least[-1] + int(choices[i].counts.min()))
         plan: list[tuple[int, int, int, int]] = []
 
-        def extend(place: int, stages: np.ndarray, busiest: float, left: np.ndarray) -> None:
+        def extend(
+            place: int, stages: np.ndarray, busiest: float, left: np.ndarray
+        ) -> list[tuple[Key, int, int]]:
             if place == len(order):
-                cost = period(stages.tolist(), busiest, self._ahead)
-                if cost < self._cost:
-                    self._cost = cost
-                    self._best = self._plan(sets, plan)
-                return
+                return self._take(sets, plan)
             each, rest = choices[order[place]], len(order) - place - 1
             joined = np.maximum(each.costs, stages)
             shared = np.maximum(joined, after[rest]).sum(axis=1) / (self._ahead + 1)
@@ -247,95 +265,57 @@ class Search:
                 less = left.copy()
                 less[kind] -= count
                 plan.append((order[place], kind, count, int(each.numbers[row])))
-                extend(place + 1, joined[row], max(busiest, float(each.busy[row])), less)
+                misfits = extend(place + 1, joined[row], max(busiest, float(each.busy[row])), less)
                 plan.pop()
+                if misfits:
+                    return misfits
+            return []
 
-        extend(0, np.zeros_like(floors[0]), 0.0, np.array(self._counts))
+        return extend(0, np.zeros_like(floors[0]), 0.0, np.array(self._counts))
 
-    def _key(self, models: Sequence[int]) -> tuple[int, ...]:
+    def _take(
+        self, sets: list[tuple[int, ...]], chosen: Sequence[tuple[int, int, int, int]]
+    ) -> list[tuple[Key, int, int]]:
+        """Takes a plan if it costs less than the best one and fits; if it does not fit, returns the pools that do
+        not."""
+        plan = self._plan(sets, chosen)
+        if plan.cost >= self._cost:
+            return []
+        misfits = [pool for pool in plan.pools if pool.nbytes > self._capacities[pool.kind]]
+        if not misfits:
+            self._best, self._cost = plan, plan.cost
+        return [(self._key(pool.models), pool.kind, pool.count) for pool in misfits]
+
+    def _key(self, models: Sequence[int]) -> Key:
         return tuple(sorted(self._kinds[model] for model in models))
 
-    def _candidates(self, key: tuple[int, ...], pool_counts: Sequence[Sequence[int]]) -> Candidates:
+    def _candidates_of(self, key: Key, pool_counts: Sequence[Sequence[int]]) -> Candidates:
         """Returns the pools that a set fits into; of their combinations only those that are in some stage faster than
         any of a smaller pool."""
-        found: list[tuple[int, int, np.ndarray, np.ndarray]] = []
-        for kind, counts in enumerate(pool_counts):
-            smaller: np.ndarray | None = None
-            for count in counts:
-                times = self._fit(key, kind, count).costs
-                if not len(times):
-                    continue
-                smaller = np.zeros((0, times.shape[1])) if smaller is None else smaller
-                is_faster = ~np.any((smaller[None] <= times[:, None]).all(axis=2), axis=1)
-                if is_faster.any():
-                    found.append((kind, count, np.flatnonzero(is_faster), times[is_faster]))
-                    both = np.concatenate((smaller, times[is_faster]))
-                    smaller = both[not_dominated_rows(both)]
-        sizes = [len(numbers) for _, _, numbers, _ in found]
-        costs = np.concatenate([times for *_, times in found]) if found else np.zeros((0, 1))
-        return Candidates(
-            np.repeat(np.array([kind for kind, *_ in found], np.int64), sizes),
-            np.repeat(np.array([count for _, count, *_ in found], np.int64), sizes),
-            np.concatenate([np.zeros(0, np.int64), *(numbers for _, _, numbers, _ in found)]),
-            costs,
-            costs.sum(axis=1),
-        )
+        if key not in self._candidates:
+            parts = [self._of_kind(key, kind, counts) for kind, counts in enumerate(pool_counts)]
+            rows = np.concatenate([rows for rows in parts if len(rows)] or [np.zeros((0, 4))])
+            kinds, counts, numbers = rows[:, :3].astype(np.int64).T
+            self._candidates[key] = Candidates(kinds, counts, numbers, rows[:, 3:], rows[:, 3:].sum(axis=1))
+        return self._candidates[key]
 
-    def _fit(self, key: tuple[int, ...], kind: int, count: int) -> Front:
-        """Returns the combinations of a set that fit into a device, by seconds of the stages alone."""
-        place = key, kind, count
-        if place not in self._fitting:
-            front = self._combine(key, kind, count)
-            fits = front.costs[:, -2] + front.costs[:, -1] <= self._capacities[kind]
-            rows = np.flatnonzero(fits)
-            times = front.costs[rows, :-2]
-            kept = not_dominated_rows(times)
-            self._fitting[place] = Front(times[kept], tuple(front.choices[i] for i in rows[kept]))
-        return self._fitting[place]
-
-    def _combine(self, key: tuple[int, ...], kind: int, count: int) -> Front:
-        """Returns the combinations of layouts of a set."""
-        place = key, kind, count
-        if place not in self._combined:
-            *others, last = key
-            options = self._options(last, kind, count)
-            width = len(options[0].times) + 2 if options else 2
-            own = np.array([(*each.times, each.idle, each.extra) for each in options]).reshape(-1, width)
-            own, options = self._rounded(own, options, self._capacities[kind])
-            if not others:
-                self._combined[place] = Front(own, tuple((each,) for each in options))
-            else:
-                self._combined[place] = self._joined(
-                    self._combine(tuple(others), kind, count), own, options, kind
-                )
-        return self._combined[place]
-
-    def _rounded(
-        self, costs: np.ndarray, options: Sequence[Option], capacity: int
-    ) -> tuple[np.ndarray, Sequence[Option]]:
-        """Returns costs with rounded bytes, without the layouts that are dominated then."""
-        if self._rounding == "none" or not len(costs):
-            return costs, options
-        grain, costs = capacity / GRAINS, costs.copy()
-        whole = np.ceil if self._rounding == "up" else np.floor
-        costs[:, -2:] = whole(costs[:, -2:] / grain) * grain
-        kept = not_dominated_rows(costs)
-        return costs[kept], [options[i] for i in kept]
-
-    def _joined(self, front: Front, own: np.ndarray, options: Sequence[Option], kind: int) -> Front:
-        """Returns the combinations of a front with the layouts of one more model."""
-        if not len(own) or not len(front.choices):
-            return Front(np.zeros((0, 2)), ())
-        costs = front.costs[:, None, :] + own[None, :, :]
-        costs[:, :, -1] = np.maximum(front.costs[:, None, -1], own[None, :, -1])
-        flat = costs.reshape(-1, own.shape[1])
-        is_fast = self._least_cost(flat[:, :-2]) < self._cost
-        fits = np.flatnonzero((flat[:, -2] + flat[:, -1] <= self._capacities[kind]) & is_fast)
-        kept = fits[not_dominated_rows(flat[fits])]
-        return Front(
-            flat[kept],
-            tuple((*front.choices[i // len(own)], options[i % len(own)]) for i in kept.tolist()),
-        )
+    def _of_kind(self, key: Key, kind: int, counts: Sequence[int]) -> np.ndarray:
+        """Returns the candidates of a set on devices of a kind: [rows, 3 + stages] kind, count and number of the
+        combination, and seconds of the stages."""
+        fronts, last = [], None
+        for count in counts:
+            front = self._fronts.fitting(key, kind, count)
+            if front is not last and len(front.costs):
+                numbers = np.arange(len(front.costs))[:, None]
+                places = np.broadcast_to((kind, count), (len(numbers), 2))
+                fronts.append(np.concatenate((places, numbers, front.costs), axis=1))
+            last = front
+        if not fronts:
+            return np.zeros((0, 4))
+        rows = np.concatenate(fronts)
+        rows = rows[self._least_cost(rows[:, 3:-1]) < self._cost]
+        kept = not_dominated_rows(rows[:, [1, *range(3, rows.shape[1])]])
+        return rows[kept, :-1]
 
     def _least_cost(self, times: np.ndarray) -> np.ndarray:
         """Returns the least seconds of a step [combinations] with a pool that takes `times` [combinations, stages]: as
@@ -347,8 +327,8 @@ class Search:
         pools = []
         for place, kind, count, number in chosen:
             models = sorted(sets[place], key=lambda model: self._kinds[model])
-            front = self._fit(self._key(sets[place]), kind, count)
-            by_model = sorted(zip(models, front.choices[number], strict=True), key=lambda pair: pair[0])
+            options = self._fronts.chosen(self._key(sets[place]), kind, count, number)
+            by_model = sorted(zip(models, options, strict=True), key=lambda pair: pair[0])
             pools.append(
                 Pool(tuple(m for m, _ in by_model), kind, count, tuple(option for _, option in by_model))
             )

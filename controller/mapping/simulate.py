@@ -167,7 +167,7 @@ def generation_s(use: ModelUse, site: Site, rows: int, workload: Workload, *, to
         together: Most rows that a generation replica has in its KV cache; it generates the others after these.
     """
     rollout = use.rollout
-    assert rollout is not None, "only actors generate"
+    assert rollout is not None, "it generates"
     replicas = use.ranks // (rollout.pipeline * rollout.tensor)
     per_replica = -(-rows // replicas)
     full, rest = divmod(per_replica, together)
@@ -179,7 +179,7 @@ def _wave_s(use: ModelUse, site: Site, rows: int, workload: Workload) -> float:
     """Returns the seconds in which a replica generates rows that fit into its KV cache: a pass over the prompts, and
     decoding steps, each of which reads the weights, and the cache of the rows that go on."""
     rollout = use.rollout
-    assert rollout is not None, "only actors generate"
+    assert rollout is not None, "it generates"
     parts = rollout.pipeline * rollout.tensor
     shape, group, prompt = use.shape, site.group, workload.prompts.mean
     rate = group.flops(use.dtype)
@@ -205,7 +205,7 @@ def _layers_s(use: ModelUse, site: Site, tokens: float) -> float:
     """Returns the seconds that a pass over all layers takes beside computing: all-reduces, sending between stages, and
     starting kernels."""
     rollout = use.rollout
-    assert rollout is not None, "only actors generate"
+    assert rollout is not None, "it generates"
     hidden = tokens * use.shape.hidden * use.itemsize
     reduces = 2 * use.shape.layers * site.all_reduce(hidden, rollout.tensor, use.mesh[1])
     sends = (rollout.pipeline - 1) * site.send(hidden, use.mesh[0] * use.mesh[1], rollout.tensor)
@@ -217,7 +217,9 @@ def transition_s(use: ModelUse, site: Site) -> float:
     """Returns the seconds of the gathering of generation weights: each rank receives what its generation shard has
     beyond its training shard (HybridFlow, table 2)."""
     rollout = use.rollout
-    assert rollout is not None, "only actors generate"
+    assert rollout is not None, "it generates"
+    if use.engine == "none":
+        return 0.0
     pipeline, tensor, data = use.mesh
     model = use.shape.num_parameters * use.itemsize
     held = 1 / (pipeline * tensor * (data if is_sharded_over_data(use) else 1))
@@ -228,9 +230,22 @@ def transition_s(use: ModelUse, site: Site) -> float:
     return site.send((wanted - held) * model, span, site.group.per_machine)
 
 
+def sync_s(use: ModelUse, site: Site) -> float:
+    """Returns the seconds in which a rank takes its part in the transfer of weights after an update, as if the other
+    service were on other machines. A receiver lacks all weights that it computes with, since each update changes all;
+    the ranks of a source send one copy of the model together."""
+    model = use.shape.num_parameters * use.itemsize
+    if use.learns:
+        parts = use.ranks
+    else:
+        pipeline, tensor, data = use.mesh
+        parts = pipeline * tensor * (data if is_sharded_over_data(use) else 1)
+    return site.send(model / parts, site.group.count + 1, site.group.per_machine)
+
+
 def rows_together(use: ModelUse, rows: int, waves: int) -> int:
     """Returns the rows that a generation replica has in its KV cache where it generates its share in `waves` waves."""
     rollout = use.rollout
-    assert rollout is not None, "only actors generate"
+    assert rollout is not None, "it generates"
     per_replica = -(-rows // (use.ranks // (rollout.pipeline * rollout.tensor)))
     return -(-per_replica // waves)

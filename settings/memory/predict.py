@@ -105,9 +105,12 @@ def predict_rank(use: ModelUse, rows: RowSizes, stage: int) -> dict[StageName, F
         "loading": footprint({"one tensor or gathered layer": _while_loading(use, stage)}),
         "idle": footprint({}),
     }
-    if use.rollout is not None:
+    rollout = use.rollout
+    if rollout is not None and rollout.generates:
         transition, generation = generation_parts(use, rows, stage)
-        merged = use.adapters is not None and use.rollout.is_shared
+        if use.engine == "none":
+            return {**found, "generation": footprint(generation)}
+        merged = use.adapters is not None and rollout.is_shared
         copies = {"merged weights": merged_bytes(use)} if merged else NOTHING
         found["transition"], found["generation"] = footprint(transition, copies), footprint(generation)
     found["forward"] = footprint(_forward(use, counts, stage))
@@ -124,7 +127,7 @@ def predict_rank(use: ModelUse, rows: RowSizes, stage: int) -> dict[StageName, F
 
 
 def generation_parts(use: ModelUse, rows: RowSizes, stage: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the bytes that an actor's rank takes on its device in the stages transition and generation, by
+    """Returns the bytes that a rank that generates takes on its device in the stages transition and generation, by
     component: those that replace a component of `idle_parts`, and further ones."""
     gathered, bucket = _transition(use, stage)
     transition = {"generation weights": gathered, "gathered tensors": bucket}
@@ -140,8 +143,12 @@ def generation_parts(use: ModelUse, rows: RowSizes, stage: int) -> tuple[dict[st
 def idle_parts(use: ModelUse, stage: int) -> dict[str, int]:
     """Returns the bytes that a rank of a pipeline stage always holds on its device: weights, moments, and what it
     computes or generates with beside them, by component."""
+    if use.engine == "none":
+        return _rollout_parts(use, stage)
     kept, trained = kept_numel(use, stage), trained_numel(use, stage)
     parts = {"weights": kept * use.kept_itemsize}
+    if use.receives:
+        parts["received weights"] = parts["weights"]
     if use.adapters is not None:
         parts["adapters"] = trained * FLOAT32
     on_device = 0 if use.offload_optimizer else FLOAT32
@@ -165,6 +172,15 @@ def idle_parts(use: ModelUse, stage: int) -> dict[str, int]:
     if use.scores_with_copy:
         parts["copy that scores"] = _copy_bytes(use)
     return parts
+
+
+def _rollout_parts(use: ModelUse, stage: int) -> dict[str, int]:
+    """Returns the bytes that a rank of a rollout service always holds on its device, by component."""
+    if use.rollout is None:
+        return {}
+    weights = generation_numel(use, stage) * use.itemsize
+    parts = {"generation weights": weights, "received weights": weights if use.receives else 0}
+    return parts | ({"KV cache": use.rollout.cache_bytes} if use.rollout.engine == "vllm" else {})
 
 
 def staying_bytes(use: ModelUse, idle: Footprint) -> int:
@@ -194,6 +210,8 @@ def _offloaded(use: ModelUse) -> dict[str, int]:
 def _while_loading(use: ModelUse, stage: int) -> int:
     """Returns the bytes of temporaries while weights are read: the largest tensor, or for FSDP2, which runs a first
     forward pass, the weights of the root group and of a layer, gathered flat and in place."""
+    if use.engine == "none":
+        return 0
     if is_sharded(use):
         root, layer = fsdp_groups(use, stage)
         return (root + 2 * layer) * use.itemsize
@@ -201,12 +219,14 @@ def _while_loading(use: ModelUse, stage: int) -> int:
 
 
 def _transition(use: ModelUse, stage: int) -> tuple[int, int]:
-    """Returns the bytes of an actor's generation weights during generation, and those of tensors that are gathered at
-    a time before it."""
+    """Returns the bytes of generation weights during generation, and those of tensors that are gathered at a time
+    before it."""
     rollout = use.rollout
-    assert rollout is not None, "only actors generate"
+    assert rollout is not None, "it generates"
     shape, e = use.shape, use.itemsize
     idle = idle_parts(use, stage).get("generation weights", 0)
+    if use.engine == "none":
+        return idle, 0
     whole = max(weight.numel for _, weight in stage_weights(use, stage)) * use.kept_itemsize
     if use.engine != "3d":
         return idle, resharding_bytes(use) if rollout.is_shared else whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,7 @@ from settings import meshes
 from settings.actor import ActorTable
 from settings.critic import CriticTable
 from settings.engines import ROLLOUT_ENGINES, TRAINING_ENGINES
+from settings.generation import GeneratingTable
 from settings.memory.shape import HeadKind, ModelShape, read_model_shape
 from settings.memory.use import AdapterSize, ModelUse, RolloutUse
 from settings.model import ModelTable
@@ -26,13 +28,16 @@ class NotPredicted(ValueError):
     """The memory of a service is not predicted; the text says why."""
 
 
-def service_use(table: ServiceTable, *, on_gpu: bool, truncates: bool = False) -> ModelUse:
+def service_use(
+    table: ServiceTable, *, on_gpu: bool, truncates: bool = False, generates: bool = True
+) -> ModelUse:
     """Returns the use of a model by a service. Reads the config.json of its model directory.
 
     Args:
         table: Table of the service.
         on_gpu: Whether its ranks compute on GPUs.
         truncates: Whether top_k or top_p truncate the distribution of rollouts.
+        generates: Whether an actor generates, and not a rollout service for it.
 
     Raises:
         NotPredicted: The service has no model, or one of another family, or a role or an engine that is a plug-in.
@@ -41,12 +46,15 @@ def service_use(table: ServiceTable, *, on_gpu: bool, truncates: bool = False) -
     match table:
         case RewardTable():
             return _reward_use(table, on_gpu)
-        case ActorTable() | CriticTable() | ReferenceTable():
-            return _model_use(table, on_gpu, truncates)
-        case RolloutServiceTable():
-            raise NotPredicted("it has no training engine")
+        case ActorTable():
+            use = _model_use(table, on_gpu)
+            return replace(use, rollout=_rollout_use(table, truncates, generates)) if table.generates else use
+        case CriticTable() | ReferenceTable():
+            return _model_use(table, on_gpu)
         case ValuesTable():
-            raise NotPredicted("it receives weights beside those that it has")
+            return replace(_model_use(table, on_gpu), receives=True)
+        case RolloutServiceTable():
+            return _rollout_service_use(table, on_gpu, truncates)
         case _:
             raise NotPredicted(f"role {table.role} is a plug-in")
 
@@ -78,13 +86,36 @@ def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
     )
 
 
-def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
+def _rollout_service_use(table: RolloutServiceTable, on_gpu: bool, truncates: bool) -> ModelUse:
+    mesh = meshes.parse(table.mesh) if table.mesh else (1, 1, table.ranks)
+    return ModelUse(
+        _shape(table.model_directory, "lm"),
+        engine="none",
+        mesh=mesh,
+        dtype=_computed(table.dtype, on_gpu),
+        learns=False,
+        rollout=RolloutUse(
+            engine=_built_in(table),
+            pipeline=mesh[0],
+            tensor=mesh[1],
+            cache_tokens=table.rollout_tokens,
+            cache_bytes=int(table.vllm.kv_cache_gb * GIB),
+            truncates=truncates,
+        ),
+        receives=table.second_buffer,
+        on_gpu=on_gpu,
+        arena_bytes=table.arena_mb << 20,
+        device_arena_bytes=table.device_arena_bytes if on_gpu else 0,
+    )
+
+
+def _model_use(table: ModelTable, on_gpu: bool) -> ModelUse:
     if table.engine not in TRAINING_ENGINES:
         raise NotPredicted(f"engine {table.engine} is a plug-in")
     lora = table.lora if isinstance(table, ActorTable) else None
     targets = lora.target_modules if lora is not None else ()
     return ModelUse(
-        _shape(table.model_directory, "value" if isinstance(table, CriticTable) else "lm"),
+        _shape(table.model_directory, "value" if isinstance(table, CriticTable | ValuesTable) else "lm"),
         engine=table.engine,  # pyright: ignore[reportArgumentType] - one of the three, as was just checked
         mesh=meshes.parse(table.mesh) if table.mesh else (1, 1, table.ranks),
         shards_over_data=table.shards_over_data,
@@ -98,20 +129,24 @@ def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
         activation_checkpointing=table.activation_checkpointing,
         packing=table.packing,
         micro_batch_tokens=table.micro_batch_tokens,
-        rollout=_rollout_use(table, truncates) if isinstance(table, ActorTable) and table.generates else None,
         on_gpu=on_gpu,
         arena_bytes=table.arena_mb << 20,
         device_arena_bytes=table.device_arena_bytes if on_gpu else 0,
     )
 
 
-def _rollout_use(table: ActorTable, truncates: bool) -> RolloutUse:
+def _built_in(table: GeneratingTable) -> str:
+    """Returns the name of a service's rollout engine, which is no plug-in."""
     if table.rollout_engine not in ROLLOUT_ENGINES:
         raise NotPredicted(f"rollout_engine {table.rollout_engine} is a plug-in")
+    return table.rollout_engine
+
+
+def _rollout_use(table: ActorTable, truncates: bool, generates: bool) -> RolloutUse:
     pipeline, tensor = meshes.generation_sizes(table.generation_mesh, table.mesh)
     gathers_all = table.transition != "hybridflow"
     return RolloutUse(
-        engine=table.rollout_engine,
+        engine=_built_in(table),
         pipeline=pipeline,
         tensor=tensor,
         in_place=bool(table.mesh)
@@ -122,6 +157,7 @@ def _rollout_use(table: ActorTable, truncates: bool) -> RolloutUse:
         cache_tokens=table.rollout_tokens,
         cache_bytes=int(table.vllm.kv_cache_gb * GIB),
         truncates=truncates,
+        generates=generates,
     )
 
 

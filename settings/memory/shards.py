@@ -93,12 +93,13 @@ def generation_numel(use: ModelUse, stage: int) -> int:
     """Returns the elements of the weights that a rank of training stage `stage` generates with: the whole model, or
     1/(pg tg) of it on a generation mesh; without a mesh of training, those of the generation stage with most.
 
-    With engine 3d the vocabulary has the padding of the training mesh.
+    With engine 3d the vocabulary has the padding of the training mesh, and where ranks of a rollout service share the
+    model that of their own.
     """
     rollout = use.rollout
-    assert rollout is not None, "only actors generate"
+    assert rollout is not None, "it has a rollout engine"
     pipeline, tensor, _ = use.mesh
-    if use.engine == "3d":
+    if use.engine == "3d" or (use.engine == "none" and rollout.is_shared):
         return _generated_numel(use.shape, rollout, stage // (pipeline // rollout.pipeline), tensor)
     if not rollout.is_shared:
         return use.shape.num_parameters

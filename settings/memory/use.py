@@ -50,6 +50,7 @@ class RolloutUse:
         cache_tokens: For hf: `rollout_tokens`, the most tokens of the KV cache.
         cache_bytes: For vllm: bytes of the KV cache, `kv_cache_gb`.
         truncates: Whether top_k or top_p truncate the distribution.
+        generates: Whether it generates: an actor's does not where a rollout service does.
     """
 
     engine: str = "hf"
@@ -60,6 +61,7 @@ class RolloutUse:
     cache_tokens: int = 65536
     cache_bytes: int = 1 << 30
     truncates: bool = False
+    generates: bool = True
 
     @property
     def is_shared(self) -> bool:
@@ -73,7 +75,8 @@ class ModelUse:
 
     Attributes:
         shape: Shape of the model, its head included.
-        engine: Training engine; whole: every rank has the whole model and no engine (a reward that only scores).
+        engine: Training engine; whole: every rank has the whole model and no engine (a reward that only scores); none:
+            no engine but that of generation (a rollout service), whose mesh this is.
         mesh: Pipeline, tensor and data size; 1-1-ranks for engines without a mesh.
         shards_over_data: For 3d: whether data ranks shard weights, gradients and moments.
         zero_stage: For zero: its stage.
@@ -82,7 +85,8 @@ class ModelUse:
         learns: Whether the model is trained.
         adapters: Adapters that are trained in place of the model; None: the model is trained whole.
         activation_checkpointing, packing, micro_batch_tokens: As in the service's table.
-        rollout: Rollout engine of an actor; None for other roles.
+        rollout: Rollout engine of an actor or a rollout service; None for other roles.
+        receives: Whether weights of another service arrive beside those that it computes with.
         scores_with_copy: Whether each rank also has a whole copy of the model (a reward that learns).
         on_gpu: Whether ranks compute on GPUs; host memory is then other memory.
         arena_bytes: Bytes of a rank's arena, `arena_mb`, in host memory.
@@ -90,7 +94,7 @@ class ModelUse:
     """
 
     shape: ModelShape
-    engine: Literal["fsdp", "3d", "zero", "whole"] = "fsdp"
+    engine: Literal["fsdp", "3d", "zero", "whole", "none"] = "fsdp"
     mesh: Sizes = (1, 1, 1)
     shards_over_data: bool = False
     zero_stage: int = 2
@@ -103,6 +107,7 @@ class ModelUse:
     micro_batch_tokens: int = 16384
     rollout: RolloutUse | None = None
     scores_with_copy: bool = False
+    receives: bool = False
     on_gpu: bool = True
     arena_bytes: int = 64 << 20
     device_arena_bytes: int = 0
@@ -111,6 +116,11 @@ class ModelUse:
     def ranks(self) -> int:
         """Number of ranks."""
         return math.prod(self.mesh)
+
+    @property
+    def generates(self) -> bool:
+        """Whether its ranks generate."""
+        return self.rollout is not None and self.rollout.generates
 
     @property
     def itemsize(self) -> int:

@@ -24,8 +24,12 @@ from services.engines.sharded import ShardedEngine
 from services.engines.three_d.engine import ThreeDParallelEngine
 from services.models.families import load_causal_lm, load_value_model
 from services.models.loading import load_on_meta
+from services.rollout.factory import make_rollout
+from services.values.inbox import EngineInbox
 from services.weights.resharding import Resharding
+from services.weights.wanted import weight_shards, whole_weights
 from settings.memory.use import ModelUse
+from settings.rollout import RolloutServiceTable
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = 2
@@ -49,6 +53,8 @@ def measure(use: ModelUse, rows: Rows, directory: Path, repeats: int = REPEATS) 
     """Returns the bytes of an engine's tensors, exactly, and the peaks of an update and of a forward pass beside them;
     `stage` is the rank's pipeline stage."""
     torch.manual_seed(0)
+    if use.engine == "none":
+        return measure_rollout_service(use, directory)
     engine = make_engine(use, directory)
     found = measure_generation(use, directory, engine)
     micro_batches = [_micro_batch(use, rows, engine) for _ in range(MICRO_BATCHES)]
@@ -58,6 +64,10 @@ def measure(use: ModelUse, rows: Rows, directory: Path, repeats: int = REPEATS) 
         "stage": Mesh(*use.mesh).position(dist.get_rank())[0],
         "forward": _peak(lambda: engine.infer(micro_batches[:1], head), repeats),
     }
+    if use.receives:
+        arriving = EngineInbox(engine)._arriving
+        assert arriving is not None
+        found["resident"] += _storage_bytes(arriving.tensors.values())
     if use.learns:
         gradients: list[int] = []
 
@@ -86,6 +96,32 @@ def measure_generation(use: ModelUse, directory: Path, engine: ShardedEngine) ->
     most = torch.tensor(shard)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return {"generation": int(most), "transition": _peak(lambda: dict(weights.rollout_weights()), REPEATS)}
+
+
+def measure_rollout_service(use: ModelUse, directory: Path) -> dict[str, int]:
+    """Returns the bytes of the weights of a rollout service's rank, and of those that it receives; `stage` as of
+    `measure`."""
+    table = RolloutServiceTable.model_validate(
+        {
+            "role": "rollout",
+            "address": "127.0.0.1:7101",
+            "model": str(directory),
+            "ranks": use.ranks,
+            "dtype": use.dtype,
+            "mesh": "-".join(map(str, use.mesh)) if use.mesh[:2] != (1, 1) else "",
+        }
+    )
+    pipeline, tensor, data = use.mesh
+    mesh = Mesh(pipeline, tensor, data, pipeline, tensor)
+    rank, dtype = dist.get_rank(), getattr(torch, use.dtype)
+    engine = make_rollout(table, None, mesh, CPU)
+    shards = weight_shards(directory, mesh, rank, dtype, CPU)
+    wanted = shards if table.mesh else whole_weights(directory, dtype, CPU)
+    buffer = wanted.allocate() if use.receives else {}
+    return {
+        "resident": _storage_bytes([*engine.weight_memory().values(), *buffer.values()]),
+        "stage": mesh.position(rank)[0],
+    }
 
 
 def make_engine(use: ModelUse, directory: Path) -> ShardedEngine:

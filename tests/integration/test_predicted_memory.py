@@ -40,7 +40,16 @@ FSDP = ModelUse(SHAPE, "fsdp", (1, 1, 2), on_gpu=False, arena_bytes=0)
 ZERO = replace(FSDP, engine="zero")
 THREE_D = replace(FSDP, engine="3d", mesh=(1, 2, 2))
 
+ROLLOUT = replace(FSDP, engine="none", learns=False, receives=True, rollout=RolloutUse())
+VALUES = replace(FSDP, learns=False, receives=True, shape=SHAPE.with_head("value"))
+
 TWO_RANKS = {
+    "a rollout service": (ROLLOUT, MANY),
+    "a rollout service, bfloat16, no second buffer": (
+        replace(ROLLOUT, dtype="bfloat16", receives=False),
+        MANY,
+    ),
+    "a values service": (VALUES, MANY),
     "fsdp": (FSDP, MANY),
     "fsdp, bfloat16, few tokens": (replace(FSDP, dtype="bfloat16"), FEW),
     "fsdp, generating together": (replace(FSDP, rollout=RolloutUse(tensor=2)), MANY),
@@ -73,6 +82,12 @@ FOUR_RANKS = {
         FEW,
     ),
     "2-2-1": (replace(THREE_D, mesh=(2, 2, 1)), MANY),
+    "a rollout service, 1-2-2": (replace(ROLLOUT, mesh=(1, 2, 2), rollout=RolloutUse(tensor=2)), MANY),
+    "a rollout service, 2-2-1": (
+        replace(ROLLOUT, mesh=(2, 2, 1), rollout=RolloutUse(pipeline=2, tensor=2), dtype="bfloat16"),
+        MANY,
+    ),
+    "a values service, 1-2-2": (replace(VALUES, engine="3d", mesh=(1, 2, 2)), MANY),
 }
 MORE_OF_3D = {
     "1-2-2, few tokens": (THREE_D, FEW),

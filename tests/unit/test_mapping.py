@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,18 +13,22 @@ from click.testing import CliRunner, Result
 from unit.test_memory_check import LLAMA_7B
 
 from controller.algorithms import find_algorithm
-from controller.config.config import load
+from controller.config.config import Config, load
 from controller.mapping import cli
 from controller.mapping import devices as device_tables
 from controller.mapping.cli import main
+from controller.mapping.configured import described_calls, models_of, placeable
 from controller.mapping.dataflow import Dataflow
 from controller.mapping.devices import built_in_devices, device_group, read_devices
 from controller.mapping.layouts import layouts
 from controller.mapping.mapper import find_plan, named_plans, predicted_bytes
-from controller.mapping.problem import Problem, paper_workload, ppo_problem
+from controller.mapping.output import planned_config
+from controller.mapping.problem import Model, Problem, paper_workload, ppo_problem
 from controller.mapping.record import record_dataflow
 from controller.mapping.simulate import Site, generation_s, inference_s, training_s, transition_s
-from controller.mapping.workload import LengthShares, Workload
+from controller.mapping.workload import LengthShares, Workload, workload_of
+from controller.simulation.durations import Durations
+from controller.simulation.run import simulate_run
 from controller.training.algorithm import Algorithm
 from controller.training.run import Run
 from deploy.devices import gpus_by_service
@@ -32,6 +37,7 @@ from rlhf.errors import ConfigError
 from settings.memory.predict import predict
 from settings.memory.shape import LLAMA_SHAPES, ModelShape
 from settings.reward import RewardTable
+from settings.strict import read_toml, validate
 
 QUICKSTARTS = Path(__file__).parents[2] / "deploy/quickstart"
 SERVICES: tuple[str, ...] = ("actor", "critic", "reference", "reward")
@@ -104,12 +110,27 @@ def test_a_plug_in_is_recorded_as_it_is() -> None:
     ]
 
 
-def test_a_rollout_service_is_refused() -> None:
+def test_a_rollout_and_a_values_service_are_recorded_with_their_transfers() -> None:
     ppo = find_algorithm("ppo")
-    with pytest.raises(
-        ConfigError, match=r"services\.rollout: a mapping has generation on the actor's devices"
-    ):
-        record_dataflow(ppo, ppo.configure(load(QUICKSTARTS / "disaggregated.toml")))
+    values = "services.values={role='values',address='127.0.0.1:7106',model='x'}"
+    config = load(QUICKSTARTS / "disaggregated.toml", (values,))
+    flow = record_dataflow(ppo, ppo.configure(config))
+    assert called(flow) == [
+        "rollout.generate_sequences",
+        "actor.compute_log_prob",
+        "values.compute_values",
+        "reference.compute_ref_log_prob",
+        "reward.compute_reward",
+        "critic.update_critic",
+        "critic.sync_weights",
+        "values.sync_weights",
+        "actor.update_actor",
+        "actor.sync_weights",
+        "rollout.sync_weights",
+    ]
+    assert set(flow.calls[1].reads) >= {"prompt_ids", "response_ids"}
+    assert [call.stage for call in flow.calls[5:]] == [2, 3, 3, 2, 3, 3]
+    assert flow.calls[-1].after == (8,)
 
 
 def test_an_algorithm_that_fails_is_told() -> None:
@@ -266,6 +287,114 @@ def test_a_plan_is_a_config_that_fits_and_is_the_fastest(config_file: Path, roll
     explained = rlhf_map("explain", planned, "--devices", "A100-80GB:8")
     assert explained.exit_code == 0, explained.output
     assert "1.00 times as long" in explained.output
+
+
+RECEIVERS: dict[str, dict[str, object]] = {
+    "rollout": {"role": "rollout", "address": "127.0.0.1:7105"},
+    "values": {"role": "values", "address": "127.0.0.1:7106"},
+}
+
+
+@pytest.fixture
+def disaggregated_file(config_file: Path) -> Path:
+    """The config with a rollout and a values service."""
+    tables = read_toml(config_file)
+    more = {"model": str(config_file.parent), "dtype": "bfloat16"}
+    tables["services"] |= {name: {**table, **more} for name, table in RECEIVERS.items()}
+    path = config_file.with_name("disaggregated.toml")
+    path.write_text(tomli_w.dumps(tables))
+    return path
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_services_that_receive_weights_are_placed(disaggregated_file: Path, ahead: int) -> None:
+    """The plan is a config that fits by `rlhf-deploy check`, names the seconds of the transfer, and is simulated."""
+    planned = disaggregated_file.with_name("plan.toml")
+    found = rlhf_map("find", disaggregated_file, "--devices", "A100-80GB:8", "--ahead", ahead, "-o", planned)
+    assert found.exit_code == 0, found.output
+    assert re.search(r"^step .* weights ", found.stdout, re.MULTILINE)
+    assert re.search(r"^disaggregated ", found.stdout, re.MULTILINE)
+    config = load(planned)
+    report = predict_memory(config, list(config.services), 80 * 10**9)
+    assert report.misfits == []
+    assert not report.left_out
+    assert find_algorithm("ppo").configure(config)
+    explained = rlhf_map("explain", planned, "--devices", "A100-80GB:8", "--ahead", ahead)
+    assert explained.exit_code == 0, explained.output
+    assert "1.00 times as long" in explained.output
+    ran = rlhf_map(
+        "simulate", planned, "--devices", "A100-80GB:8", "--steps", 2, "--set", f"run.ahead={ahead}"
+    )
+    assert ran.exit_code == 0, ran.output
+    assert re.search(r"rollout\.load_weights +[\d.]+ +0\.0*[1-9]", ran.output)
+
+
+def test_a_device_that_only_generates_needs_no_optimizer(disaggregated_file: Path) -> None:
+    """With generation on few devices of another kind, these hold no gradients and moments."""
+    planned = disaggregated_file.with_name("plan.toml")
+    kinds = ("--devices", "H100:4", "--devices", "L40S:4")
+    ran = rlhf_map("find", disaggregated_file, *kinds, "--ahead", 1, "-o", planned)
+    assert ran.exit_code == 0, ran.output
+    config = load(planned)
+    pools = {name: table.pool for name, table in config.services.items()}
+    assert not config.devices_of("rollout") & config.devices_of("actor"), pools
+
+
+def test_generation_on_other_devices_overlaps_with_updates() -> None:
+    """With steps ahead, a step takes as long as the busiest of two sets, and at most as long as without."""
+    shapes: dict[str, ModelShape] = dict.fromkeys((*SERVICES, "rollout"), LLAMA_SHAPES["7B"])
+    plans = []
+    for ahead in (0, 1):
+        problem = ppo_problem(shapes, device_group("A100-80GB:16"), paper_workload(), ahead)
+        plan = find_plan(problem, [(0, 1), (2, 3, 4)])
+        assert plan is not None
+        assert max(predicted_bytes(problem, plan)) <= 80 * 10**9
+        assert plan.stages[3] > 0
+        plans.append(plan)
+    alone, overlapping = plans
+    assert overlapping.cost < 0.9 * alone.cost
+    busiest = max(sum(pool.times) for pool in overlapping.pools)
+    assert overlapping.cost == max(busiest, sum(overlapping.stages) / 2)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "ahead"),
+    [
+        pytest.param((), 1),
+        pytest.param((), 0, marks=pytest.mark.full),
+        *(
+            pytest.param(names, ahead, marks=pytest.mark.full)
+            for names in (("values",), ("rollout", "values"))
+            for ahead in (0, 1)
+        ),
+    ],
+)
+def test_the_cost_of_a_plan_is_the_step_of_the_simulated_controller(
+    disaggregated_file: Path, left_out: tuple[str, ...], ahead: int
+) -> None:
+    """For the fastest plan and each placement: the real controller on simulated ranks, with the durations of calls that
+    the plan predicts, takes as long as the search says, also where steps overlap."""
+    tables = read_toml(disaggregated_file)
+    tables["services"] = {name: each for name, each in tables["services"].items() if name not in left_out}
+    tables["run"] = {"ahead": ahead}
+    ppo = find_algorithm("ppo")
+
+    def models(config: Config) -> tuple[Model, ...]:
+        return models_of(config, record_dataflow(ppo, config)).models
+
+    given = ppo.configure(validate(Config, tables, "here"))
+    group = device_group("A100-80GB:8")
+    problem = Problem(tuple(map(placeable, models(given))), workload_of(given), (group,), ahead)
+    plans = {"found": find_plan(problem), **named_plans(problem)}
+    assert ("disaggregated" in plans) == ("rollout" not in left_out)
+    for name, plan in plans.items():
+        assert plan is not None, name
+        config = ppo.configure(planned_config(tables, problem, plan)[1])
+        calls = described_calls(config, replace(problem, models=models(config)), group)
+        lengths = problem.workload.prompts.shares, problem.workload.responses.shares
+        trace = simulate_run(config, ppo, Durations(calls, {}), *lengths, 7)
+        ends = [max(call.end for call in trace.calls if call.step == step) for step in (3, 6)]
+        assert (ends[1] - ends[0]) / 3 == pytest.approx(plan.cost, rel=0.05), name
 
 
 def test_explain_says_what_a_worse_plan_loses(config_file: Path) -> None:

@@ -42,7 +42,12 @@ def model(tmp_path: Path) -> Path:
 
 
 def settings(model: Path, *further: str) -> tuple[str, ...]:
-    return (*(f"services.{name}.model='{model}'" for name in MODELS), *further)
+    keys = [
+        f"services.{name}.{key}='{value}'"
+        for name in MODELS
+        for key, value in (("model", model), ("device", "auto"))
+    ]
+    return (*keys, *further)
 
 
 def check(model: Path, *arguments: str, further: tuple[str, ...] = ()) -> Result:
@@ -178,3 +183,55 @@ def test_ranks_that_share_a_model_to_generate_hold_a_part_of_it(model: Path, eng
 def test_the_sizes_of_transitions_are_those_of_the_services() -> None:
     assert (ROUND_BYTES, TOGETHER_BYTES) == (resharding.ROUND_BYTES, resharding.TOGETHER_BYTES)
     assert generation.LEAST_BUCKET_BYTES == weight_plans.LEAST_BUCKET_BYTES
+
+
+def test_a_service_on_the_cpu_takes_no_memory_of_a_device(model: Path) -> None:
+    further = ("services.actor.device='cpu'",)
+    report = predict_memory(load(QUICKSTART, settings(model, *further)), ["actor", "reference"], int(GB))
+    assert not report.services["actor"].on_gpu
+    assert len(report.misfits) == 1
+    assert "services.reference" in report.misfits[0]
+
+
+DISAGGREGATED = Path(__file__).parents[2] / "deploy/quickstart/disaggregated.toml"
+
+
+def disaggregated(model: Path, *further: str) -> tuple[str, ...]:
+    names = (*MODELS, "rollout", "values")
+    values = "services.values={role='values',address='127.0.0.1:7106',model='x'}"
+    keys = [
+        f"services.{name}.{key}='{value}'"
+        for name in names
+        for key, value in (("model", model), ("device", "auto"))
+    ]
+    return (values, *keys, "data.max_prompt_tokens=8", *further)
+
+
+def test_services_that_receive_weights_hold_them_twice(model: Path) -> None:
+    config = load(DISAGGREGATED, disaggregated(model))
+    report = predict_memory(config, ["actor", "critic", "rollout", "values"], None)
+    assert not report.left_out
+    rollout, values = report.services["rollout"].stages, report.services["values"].stages
+    parts = rollout["idle"].device
+    assert parts["generation weights"] == parts["received weights"]
+    assert set(rollout) == {"loading", "idle", "generation"}
+    assert rollout["generation"].device["KV cache"] > 0
+    assert values["idle"].device["weights"] == values["idle"].device["received weights"]
+    assert "update" not in values
+    assert "generation" not in report.services["actor"].stages
+
+
+def test_a_rollout_service_without_a_second_buffer_holds_its_weights_once(model: Path) -> None:
+    config = load(DISAGGREGATED, disaggregated(model, "services.rollout.second_buffer=false"))
+    parts = predict_memory(config, ["rollout"], None).services["rollout"].stages["idle"].device
+    assert "received weights" not in parts
+
+
+def test_ranks_that_share_the_model_of_a_rollout_service_hold_a_part_of_it(model: Path) -> None:
+    weights = []
+    for mesh in ("1-1-2", "1-2-1", "2-1-1"):
+        config = load(DISAGGREGATED, disaggregated(model, f"services.rollout.mesh='{mesh}'"))
+        stages = predict_memory(config, ["rollout"], None).services["rollout"].stages
+        weights.append(stages["idle"].device["generation weights"])
+    assert weights[0] / 2 < weights[1] < 0.52 * weights[0]
+    assert weights[0] / 2 < weights[2] < 0.52 * weights[0]
