@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from controller.mapping.dataflow import SYNC, Call, Dataflow
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import resolved
 from controller.role_groups.group import RoleGroup, inputs_of
+from controller.role_groups.joint_calls import JointCalls
 from controller.role_groups.roles import group_type
 from controller.training.algorithm import Algorithm
 from controller.training.columns import lengths_of
@@ -144,9 +145,11 @@ class RecordedGroup(RoleGroup):
     def call_with(
         self,
         others: Sequence[RoleGroup],
-        calls: Callable[[StepContext], Coroutine[Any, Any, CallRecord]],
+        calls: JointCalls,
         longest_s: float,
         of: StepContext | None = None,
+        *,
+        beside: bool = False,
     ) -> FutureBatch:
         """Records a transfer of weights to other groups; see `RoleGroup.call_with`."""
         self._log.sync(self.name, [group.name for group in others])

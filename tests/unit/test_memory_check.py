@@ -81,7 +81,7 @@ def test_what_fits_is_checked_further(model: Path, monkeypatch: pytest.MonkeyPat
 
 def test_services_on_a_device_are_added_up(model: Path) -> None:
     pool = (
-        "pools.shared=['gpu0', 'gpu1', 'gpu2', 'gpu3']",
+        "pools.shared=['gpu:0', 'gpu:1', 'gpu:2', 'gpu:3']",
         *(f"services.{name}.pool='shared'" for name in MODELS),
     )
     config = load(QUICKSTART, settings(model, *pool))
@@ -97,7 +97,7 @@ def test_services_on_a_device_are_added_up(model: Path) -> None:
 
 def test_services_that_take_turns_in_memory_need_it_for_one_stage(model: Path) -> None:
     pool = (
-        "pools.shared=['gpu0', 'gpu1', 'gpu2', 'gpu3']",
+        "pools.shared=['gpu:0', 'gpu:1', 'gpu:2', 'gpu:3']",
         *(f"services.{name}.pool='shared'" for name in MODELS),
     )
     services = predict_memory(load(QUICKSTART, settings(model, *pool)), list(MODELS), int(GB)).services
