@@ -102,6 +102,7 @@ bench: setup ## Run the benchmarks; figures go to a directory for this maker of 
 	$(BIN)/python -m benchmarks.end_to_end --json $(RESULTS)/end_to_end.json
 	$(BIN)/python -m benchmarks.checkpoint --json $(RESULTS)/checkpoint.json
 	$(BIN)/python -m benchmarks.overlap --json $(RESULTS)/overlap.json
+	$(BIN)/python -m benchmarks.simulation --json $(RESULTS)/simulation.json
 	$(BIN)/python -m benchmarks.staleness --json $(RESULTS)/staleness.json
 	$(BIN)/python -m benchmarks.false_alarms --json $(RESULTS)/false_alarms.json
 	$(BIN)/python -m benchmarks.algorithms --docs docs/algorithms.md --json $(RESULTS)/algorithms.json

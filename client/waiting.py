@@ -4,7 +4,7 @@ still while a thread executes."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -98,13 +98,11 @@ def settle(futures: Iterable[Future[Any]]) -> None:
                 _counted.wait(future)
 
 
-def thread_begins() -> None:
-    """Counts a thread that is about to be started."""
-    if _counted is not None:
-        _counted.begin()
-
-
-def thread_ends() -> None:
-    """Counts the calling thread as ended."""
-    if _counted is not None:
-        _counted.end()
+def thread_begins() -> Callable[[], None]:
+    """Counts a thread that is about to be started; returns the function that counts it as ended, which does nothing
+    where another simulation has begun since."""
+    counted = _counted
+    if counted is None:
+        return lambda: None
+    counted.begin()
+    return counted.end

@@ -30,7 +30,7 @@ from controller.mapping.problem import Problem
 from controller.mapping.record import record_dataflow
 from controller.mapping.report import placements_table, plan_table, summary, timeline_page
 from controller.mapping.workload import LengthShares, Workload, workload_of
-from controller.simulation.durations import Durations, measured
+from controller.simulation.durations import CallTimes, Durations, measured
 from controller.simulation.report import devices_of, steps_table, timeline_lines
 from controller.simulation.report import summary as simulation_summary
 from controller.simulation.run import simulate_run
@@ -189,7 +189,8 @@ def simulate(
             more = read_devices(given["table"]) if given["table"] else {}
             group = device_group(kind or "", given["per_machine"], more)
             models = models_of(config, record_dataflow(algorithm, config)).models
-            durations = Durations(described_calls(config, Problem(models, workload, (group,)), group), {})
+            described = described_calls(config, Problem(models, workload, (group,)), group)
+            durations = Durations(CallTimes(described))
         durations = replace(durations, spread=spread, seed=config.run.seed)
         trace = simulate_run(
             config, algorithm, durations, workload.prompts.shares, workload.responses.shares, steps

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
-from client.waiting import settle, thread_begins, thread_ends
+from client.waiting import settle, thread_begins
 from rlhf.errors import DeadlineExceeded
 
 T = TypeVar("T")
@@ -107,9 +107,9 @@ def on_thread(work: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:  # noqa: BLE001 - raised where the future is read
             ended.set_exception(error)
         finally:
-            thread_ends()
+            ends()
 
-    thread_begins()
+    ends = thread_begins()
     threading.Thread(target=execute, name=name, daemon=True).start()
     return ended
 

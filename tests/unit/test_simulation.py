@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from client.waiting import counting, settle
+from client.waiting import counting, settle, thread_begins
 from controller.algorithms import find_algorithm
 from controller.config.config import Config, load
 from controller.mapping.cli import main
 from controller.role_groups.futures import promise
 from controller.role_groups.loop import Loop
 from controller.simulation.clock import VirtualTimeLoop
-from controller.simulation.durations import Durations, measured
+from controller.simulation.durations import CallTimes, Durations, measured
 from controller.simulation.report import shares
 from controller.simulation.run import SeenCall, Trace, simulate_run
 from controller.tracking.timeline import Timeline
@@ -45,7 +46,7 @@ def configured(name: str, *settings: str) -> Config:
 
 
 def trace_of(name: str, *settings: str, steps: int = 3, durations: Durations | None = None) -> Trace:
-    found = durations or Durations(SECONDS, {})
+    found = durations or Durations(CallTimes(SECONDS))
     return simulate_run(configured(name, *settings), find_algorithm(name), found, PROMPTS, RESPONSES, steps)
 
 
@@ -84,7 +85,7 @@ def test_steps_ahead_overlap_and_are_stale() -> None:
 
 
 def check_repeats(name: str, ahead: int) -> None:
-    durations = Durations(SECONDS, {}, spread=0.3, seed=7)
+    durations = Durations(CallTimes(SECONDS), spread=0.3, seed=7)
     both = [seen(trace_of(name, f"run.ahead={ahead}", durations=durations)) for _ in range(2)]
     assert both[0] == both[1]
     assert len(both[0][1]) == 3
@@ -105,23 +106,57 @@ def test_the_same_seed_gives_the_same_trace_of_any_algorithm(name: str, ahead: i
 
 
 def test_another_seed_gives_other_stragglers() -> None:
-    durations = Durations(SECONDS, {}, spread=0.3, seed=7)
+    durations = Durations(CallTimes(SECONDS), spread=0.3, seed=7)
     one, two = (trace_of("ppo", durations=replace(durations, seed=seed)) for seed in (7, 8))
     assert one.straggling != two.straggling
     assert one.straggling[1] > 0
 
 
 def test_it_repeats_the_step_times_of_a_measured_run(tmp_path: Path) -> None:
-    steps = trace_of("ppo", durations=Durations(SECONDS, {}, spread=0.3, seed=7))
-    timeline = Timeline(tmp_path, 0.0)
-    for call in steps.calls:
-        timeline.add(("controller", call.service), call.method, call.start, call.end, {"step": call.step})
-    timeline.close()
-    durations = measured(tmp_path, list(configured("ppo").services))
+    steps = trace_of("ppo", durations=Durations(CallTimes(SECONDS), spread=0.3, seed=7))
+    durations = measured(written(tmp_path, steps.calls), list(configured("ppo").services))
     again = trace_of("ppo", steps=4, durations=durations)
     known = [metrics["time/step_s"] for metrics in steps.metrics]
     assert [metrics["time/step_s"] for metrics in again.metrics[:3]] == pytest.approx(known, abs=1e-4)
     assert min(known) * 0.7 < again.metrics[3]["time/step_s"] < max(known) * 1.3
+
+
+def written(directory: Path, spans: Iterable[SeenCall]) -> Path:
+    timeline = Timeline(directory, 0.0)
+    for call in spans:
+        timeline.add(("controller", call.service), call.method, call.start, call.end, {"step": call.step})
+    timeline.close()
+    return directory
+
+
+def test_calls_begin_and_end_as_in_the_timeline_of_a_run(tmp_path: Path) -> None:
+    """The controller works 0.5 s before each step, 0.1 s before it sends each call of the preparation, and 0.2 s on
+    advantages: calls begin late by that, and nothing else takes time."""
+    recorded, at = [], 0.0
+    for step in (1, 2, 3):
+        generated = at + 0.5 + 4.0 * step
+        scored = [
+            SeenCall(step, "actor", "compute_log_prob", generated + 0.1, generated + 1.1),
+            SeenCall(step, "critic", "compute_values", generated + 0.2, generated + 2.2),
+            SeenCall(step, "reference", "compute_ref_log_prob", generated + 0.3, generated + 1.8),
+            SeenCall(step, "reward", "compute_reward", generated + 0.4, generated + 3.4),
+        ]
+        begin = generated + 3.4 + 0.2
+        recorded += [
+            SeenCall(step, "actor", "generate_sequences", at + (0.5 if at else 0.0), generated),
+            *scored,
+            SeenCall(step, "critic", "update_critic", begin, begin + 5.0),
+            SeenCall(step, "actor", "update_actor", begin + 0.1, begin + 7.1),
+        ]
+        at = begin + 7.1
+    durations = measured(written(tmp_path, recorded), list(configured("ppo").services))
+    found = trace_of("ppo", durations=durations).calls
+    assert {(c.step, c.service, c.method) for c in found} == {(c.step, c.service, c.method) for c in recorded}
+    for call in recorded:
+        (same,) = (
+            c for c in found if (c.step, c.service, c.method) == (call.step, call.service, call.method)
+        )
+        assert (same.start, same.end) == pytest.approx((call.start, call.end), abs=1e-4), call
 
 
 @pytest.mark.parametrize("text", [None, "{}", "[\n"], ids=["no file", "no timeline", "no calls"])
@@ -140,6 +175,17 @@ def test_a_thread_that_nothing_will_wake_is_told_so() -> None:
         with pytest.raises(DeadlineExceeded, match="stuck"):
             settle([promise()])
     loop.close()
+
+
+def test_a_thread_of_an_earlier_simulation_is_not_counted_in_the_next() -> None:
+    with counting():
+        ends = thread_begins()
+    with counting() as threads:
+        ends()
+        waits = threading.Thread(target=threads.wait_until_none, daemon=True)
+        waits.start()
+        waits.join(0.2)
+        assert waits.is_alive(), "this thread executes, so that time must not pass"
 
 
 def test_shares_of_overlap_and_waiting() -> None:
@@ -186,7 +232,7 @@ def test_a_thousand_ranks_for_twenty_steps() -> None:
     sizes = ("data.prompts_per_step=4096", "algorithm.mini_batch_size=1024")
     config = configured("ppo", *sizes, *ranks)
     began = time.process_time()
-    durations = Durations(SECONDS, {}, spread=0.05)
+    durations = Durations(CallTimes(SECONDS), spread=0.05)
     trace = simulate_run(
         config, find_algorithm("ppo"), durations, [(1024, 1.0)], [(256, 0.5), (1024, 0.5)], 20
     )
