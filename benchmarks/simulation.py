@@ -1,8 +1,8 @@
 """Simulated runs beside a measured one, and their speed.
 
 Runs the quickstart's PPO on real services, feeds the timeline of that run to the simulation (`rlhf-map simulate
---times`), and compares the time of each step. Then simulates 20 steps of PPO on three services of 1,024 ranks each and a
-reward. Both figures of the first part are from one run, so that the speed of the machine is in both.
+--times`), and compares the time of each step. Then simulates 20 steps of PPO on three services of 1,024 ranks each and
+a reward. Both figures of the first part are from one run, so that the speed of the machine is in both.
 """
 
 from __future__ import annotations
