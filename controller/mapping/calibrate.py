@@ -73,9 +73,9 @@ class Calibration:
 
 def calibrate(group: DeviceGroup, calls: Sequence[ProbedCall]) -> Calibration:
     """Fits the constants of `START` to timed calls: by least squares of predicted over measured seconds less 1, with a
-    weak pull towards the table. Predictions are sums, and maxima of two, of parts that are proportional to the constants
-    or to the inverse of rates, so each linearization is a convex problem of a few variables. An efficiency above 1
-    raises the peak that it is a share of.
+    weak pull towards the table. Predictions are sums, and maxima of two, of parts that are proportional to the
+    constants or to the inverse of rates, so each linearization is a convex problem of a few variables. An efficiency
+    above 1 raises the peak that it is a share of.
 
     Args:
         group: The devices; its table is the start.
