@@ -20,23 +20,16 @@ from benchmarks import quickstart
 from benchmarks.report import circumstances, console, json_option, write_json
 from controller import job
 from controller.algorithms import find_algorithm
-from controller.config.config import Config
+from controller.config.config import Config, load
+from controller.mapping.record import record_dataflow
 from controller.simulation.durations import CallTimes, Durations, measured
 from controller.simulation.run import Trace, simulate_run
 
 ALGORITHM = "ppo"
 RANKS, RANK_STEPS, MOST_S = 1024, 20, 120.0
 MOST_DEVIATION = 0.1
-CALLS = {
-    ("actor", "generate_sequences"): [4.0],
-    ("actor", "compute_log_prob"): [1.0],
-    ("critic", "compute_values"): [2.0],
-    ("reference", "compute_ref_log_prob"): [1.5],
-    ("reward", "compute_reward"): [3.0],
-    ("critic", "update_critic"): [5.0],
-    ("actor", "update_actor"): [7.0],
-}
-"""Seconds of calls on many ranks; how long the simulation takes does not depend on them."""
+CALL_S = 2.0
+"""Seconds of each call on many ranks; how long the simulation takes does not depend on them."""
 PROMPTS, RESPONSES = [(1024, 1.0)], [(256, 0.5), (1024, 0.5)]
 
 
@@ -87,9 +80,10 @@ def repeat(steps: int) -> list[Repeated]:
 def many_ranks(steps: int) -> ManyRanks:
     ranks = [f"services.{name}.ranks={RANKS}" for name in ("actor", "critic", "reference")]
     sizes = (f"data.prompts_per_step={4 * RANKS}", f"algorithm.mini_batch_size={RANKS}")
-    with tempfile.TemporaryDirectory() as directory:
-        config = quickstart.config(Path(directory), steps, *sizes, *ranks)
-    durations = Durations(CallTimes(CALLS), spread=0.05)
+    config = load(quickstart.CONFIG, (*sizes, *ranks))
+    algorithm = find_algorithm(ALGORITHM)
+    calls = record_dataflow(algorithm, algorithm.configure(config)).calls
+    durations = Durations(CallTimes({(call.service, call.method): [CALL_S] for call in calls}), spread=0.05)
     wall, cpu = time.perf_counter(), time.process_time()
     trace = simulated(config, durations, steps)
     wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu

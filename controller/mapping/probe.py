@@ -33,7 +33,7 @@ from reports.units import seconds_text
 from rlhf.errors import ConfigError
 
 REPEATS = 5
-"""Times that each call is timed, after once that does not count. The median counts."""
+"""Default number of times that each call is timed, after once that does not count. The median counts."""
 NOTHING = Evaluation(lambda batch: ({}, ()), lambda numbers: {})
 """Evaluation that measures nothing."""
 
@@ -66,7 +66,12 @@ class Probed:
 
 
 def probe_services(
-    config: Config, algorithm: Algorithm, group: DeviceGroup, *, launch: bool = False
+    config: Config,
+    algorithm: Algorithm,
+    group: DeviceGroup,
+    *,
+    launch: bool = False,
+    repeats: int = REPEATS,
 ) -> Probed:
     """Times the calls of running services in a session of its own, and calibrates the constants of their devices.
 
@@ -75,6 +80,7 @@ def probe_services(
         algorithm: Algorithm whose services they are.
         group: Their devices.
         launch: Whether to start the services, and stop them at the end.
+        repeats: Times that each call is timed.
 
     Raises:
         ConfigError: The config cannot be used, or the costs of one of its models are not known.
@@ -83,7 +89,7 @@ def probe_services(
     """
     flow = record_dataflow(algorithm, algorithm.configure(config))
     models = models_of(algorithm.configure(config), flow)
-    with open_run(probe_config(config), algorithm, launch=launch) as run:
+    with open_run(probe_config(config, repeats), algorithm, launch=launch) as run:
         calls = probe(run, models, flow.calls)
         described = [each.description for each in run.groups.values()]
     if not calls:
@@ -116,12 +122,12 @@ def probe_lines(probed: Probed) -> Iterator[str]:
         yield f"{name}: {before:.4g} before, {after:.4g} fitted"
 
 
-def probe_config(config: Config) -> Config:
+def probe_config(config: Config, repeats: int) -> Config:
     """Returns the config of a run that times calls: as many steps as calls are repeated, one after another, without
     evaluations, samples and checkpoints."""
     run = {
         "name": "probe",
-        "steps": 1 + REPEATS,
+        "steps": 1 + repeats,
         "ahead": 0,
         "evaluate_every": 0,
         "samples": 0,

@@ -52,7 +52,7 @@ class Site:
         bandwidth, latency = self.group.link(span, beside, self.alignment)
         return pieces * self.start(parts) + (parts - 1) * (pieces * latency + nbytes / parts / bandwidth)
 
-    def beside(self, computing: float, moving: float) -> float:
+    def overlapped(self, computing: float, moving: float) -> float:
         """Returns the seconds of computation and of collectives that do not depend on each other. On a CPU they add up:
         the device is a core, which also moves the messages."""
         return max(computing, moving) if self.group.on_gpu else computing + moving
@@ -94,14 +94,14 @@ class MicroBatchTimes:
     @property
     def forward(self) -> float:
         """Seconds of a forward pass."""
-        return self.site.beside(self.compute, self.gather) + self.tensor + self.hand_over + self.launches
+        return self.site.overlapped(self.compute, self.gather) + self.tensor + self.hand_over + self.launches
 
     def backward(self, *, recomputes: bool, reduce_s: float) -> float:
         """Returns the seconds of a backward pass: twice the products and kernels, with the forward pass again where
         activations are recomputed; gradients of sharded weights are reduced beside it, in `reduce_s`."""
         times = 3 if recomputes else 2
         tensor = (2 if recomputes else 1) * self.tensor
-        computing = self.site.beside(times * self.compute, self.gather + reduce_s)
+        computing = self.site.overlapped(times * self.compute, self.gather + reduce_s)
         return computing + tensor + self.hand_over + times * self.launches
 
 

@@ -90,3 +90,40 @@ def test_a_kind_with_a_space_is_quoted(tmp_path: Path) -> None:
     table = built_in_devices()["A100-80GB"]
     path.write_text(table_text("my A100", table, (), "Nowhere."))
     assert read_devices(path) == {"my A100": table}
+
+
+def seconds(use: ModelUse, method: str, minis: int = 1, **constants: float) -> float:
+    """Seconds of a call of 128 rows on CPUs, of which only these constants are not 0."""
+    base = {"launch_us": 0.0, "collective_us": 0.0, "link_latency_us": 0.0, "call_us": 0.0}
+    group = replace(GROUP, table=TRUE.model_copy(update=base | constants))
+    workload = Workload(128, LengthShares.of(8), LengthShares.of(16), minis, snapshots=False)
+    model = Model("actor", use, (Call("actor", method, 128),))
+    return ProbedCall("", model, workload, 1.0).predicted_s(group)
+
+
+WHOLE = ModelUse(SMALL, mesh=(1, 1, 1), rollout=RolloutUse(), on_gpu=False)
+SHARDED = replace(WHOLE, mesh=(1, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("use", "method", "minis", "constant", "times"),
+    [
+        pytest.param(WHOLE, "compute_log_prob", 1, "call_us", 1, id="a call"),
+        pytest.param(WHOLE, "compute_log_prob", 1, "launch_us", 34 * 4, id="kernels of a forward pass"),
+        pytest.param(WHOLE, "generate_sequences", 1, "launch_us", 17 * 34 * 4, id="and of each token"),
+        pytest.param(
+            WHOLE, "update_actor", 2, "launch_us", 2 * (3 * 34 * 4 + 4 * (4 * 9 + 3)), id="of two updates"
+        ),
+        pytest.param(
+            SHARDED, "compute_log_prob", 1, "collective_us", 5, id="gathers of four layers and head"
+        ),
+        pytest.param(SHARDED, "update_actor", 1, "collective_us", 3 * 5, id="twice, and reductions"),
+        pytest.param(SHARDED, "generate_sequences", 1, "collective_us", 4 * 9 + 3, id="of each tensor"),
+        pytest.param(WHOLE, "update_actor", 1, "collective_us", 0, id="none"),
+    ],
+)
+def test_constants_are_paid_as_often_as_the_work_is_begun(
+    use: ModelUse, method: str, minis: int, constant: str, times: int
+) -> None:
+    without, with_them = seconds(use, method, minis), seconds(use, method, minis, **{constant: 50.0})
+    assert with_them - without == pytest.approx(times * 50e-6, rel=1e-6, abs=1e-9)
