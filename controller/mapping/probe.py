@@ -33,7 +33,8 @@ from reports.units import seconds_text
 from rlhf.errors import ConfigError
 
 REPEATS = 5
-"""Default number of times that each call is timed, after once that does not count. The median counts."""
+"""Default number of times that each call is timed, after once that does not count. The least counts: other work on
+the machine only adds to it."""
 NOTHING = Evaluation(lambda batch: ({}, ()), lambda numbers: {})
 """Evaluation that measures nothing."""
 
@@ -163,7 +164,7 @@ def probe(run: Run, models: ConfiguredModels, algorithm_calls: Sequence[Call]) -
         if run.config.services[name].keeps_state
     ]
     results([call for batch in loaded for call in batch.calls])
-    return notes.medians()
+    return [min(calls, key=lambda call: call.seconds) for calls in notes.seen.values()]
 
 
 @dataclass
@@ -207,10 +208,6 @@ class _Notes:
             timed = ProbedCall(name, model, workload, record.ended_s - record.started_s)
             self.seen.setdefault(name, []).append(timed)
         return made
-
-    def medians(self) -> list[ProbedCall]:
-        """Returns each call with the seconds, and the lengths, of the one of its repetitions with the median."""
-        return [sorted(calls, key=lambda call: call.seconds)[len(calls) // 2] for calls in self.seen.values()]
 
 
 def _timed_step(run: Run, step: Step, notes: _Notes) -> Iterator[FutureBatch]:
