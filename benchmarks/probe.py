@@ -2,9 +2,9 @@
 
 Calibrates the constants of a CPU on the running quickstart (PPO, colocated: an actor of two ranks with engine fsdp, a
 critic and a reference of one), and predicts with them the stages of steps with half and twice as many rows, and of
-actors on other meshes. Then measures these, in the steps of runs but their first, from their timelines. All services are
-up; probe and runs take turns. Of all repetitions the least counts, of the probe's calls and of the measured stages alike:
-other work on the machine only adds to them. Nothing is fitted to the measured stages.
+actors on other meshes. Then measures these, in the steps of runs but their first, from their timelines. All services
+are up; probe and runs take turns. Of all repetitions the least counts, of the probe's calls and of the measured stages
+alike: other work on the machine only adds to them. Nothing is fitted to the measured stages.
 """
 
 from __future__ import annotations
