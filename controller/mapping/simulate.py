@@ -24,6 +24,9 @@ OPTIMIZER_BYTES = 28
 written, in float32."""
 OPTIMIZER_KERNELS = 4
 """Kernels for each weight tensor in an optimizer step: norm and scaling of its gradient, AdamW, freeing."""
+AGREEMENTS_OF_CALL, AGREEMENTS_OF_STEP = 3, 4
+"""Small collectives by which ranks agree that they begin a call, whether to stop, and that it has succeeded; and in an
+optimizer step on the number of micro-batches, on the loss, on the norm of the gradients and on metrics."""
 SNAPSHOT_BYTES = 12
 """Bytes per parameter of the copy of weights and moments in float32."""
 
@@ -150,7 +153,7 @@ def training_s(use: ModelUse, site: Site, rows: int, workload: Workload, *, is_c
     replicas = 0.0 if is_sharded else site.all_reduce(gradients, data, span, beside)
     kept = trained / (pipeline * tensor) / (data if is_sharded else 1)
     optimizer = OPTIMIZER_BYTES * kept / site.group.bandwidth
-    optimizer += site.starting(OPTIMIZER_KERNELS * _tensors(use))
+    optimizer += site.starting(OPTIMIZER_KERNELS * _tensors(use)) + AGREEMENTS_OF_STEP * site.start(use.ranks)
     snapshot = SNAPSHOT_BYTES * kept / (site.group.table.host_gb * GB)
     return steps * (passes + replicas + optimizer) + (snapshot if workload.snapshots and steps > 1 else 0.0)
 
@@ -256,6 +259,11 @@ def transition_s(use: ModelUse, site: Site) -> float:
     span = use.ranks if is_sharded_over_data(use) else pipeline * tensor
     moved = site.send((wanted - held) * model, span, site.group.per_machine)
     return moved + _tensors(use) * site.start(2)
+
+
+def overhead_s(use: ModelUse, site: Site) -> float:
+    """Returns the seconds of a call beside its work: request, fetch and store of rows, and agreements of its ranks."""
+    return site.group.table.call_us * 1e-6 + AGREEMENTS_OF_CALL * site.start(use.ranks)
 
 
 def rows_together(use: ModelUse, rows: int, waves: int) -> int:
