@@ -21,7 +21,7 @@ from controller.mapping.record import record_dataflow
 from controller.mapping.workload import LengthShares, Workload
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import results
-from controller.role_groups.roles import ActorGroup, CriticGroup
+from controller.role_groups.roles import ActorGroup, CriticGroup, RewardGroup
 from controller.training.algorithm import Algorithm
 from controller.training.columns import lengths_of
 from controller.training.evaluation import Evaluation
@@ -247,7 +247,9 @@ def _of_role(roles: Mapping[str, str], role: str) -> list[str]:
 
 
 def _actor(run: Run, name: str, config: Config) -> Actor:
-    return Actor(run.group(name, ActorGroup), config, returns_text=False, step_of=run.step_of)
+    """Returns an actor whose own ranks generate, with texts where a reward of the run reads them."""
+    with_text = any(isinstance(group, RewardGroup) and group.wants_text for group in run.groups.values())
+    return Actor(run.group(name, ActorGroup), config, returns_text=with_text, step_of=run.step_of)
 
 
 def _in_one(config: Config, rows: int) -> Config:
