@@ -1,7 +1,7 @@
 """The plan that `rlhf-map` finds for two CPU devices, run as written, beside the placements colocate and standalone.
 
-The services of the three are all up, and short runs of PPO take turns on them. Times of steps but the first of each run
-count. The plan is found with a table of constants: `--table`, or one that `rlhf-map probe` measures first.
+The services of the plan, and the quickstart's own, which both placements use, are all up, and short runs of PPO take
+turns on them. Times of steps but the first of each run count. The plan is found with a table of constants: `--table`, or one that `rlhf-map probe` measures first.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def placed(path: Path, placement: str, settings: tuple[str, ...]) -> Path:
 
 
 def take_turns(ways: list[Way], rounds: int, logs: Path) -> None:
-    """Starts the services of all ways, and lets their runs take turns."""
+    """Starts the services of the first two ways, whose second has those of the third too, and lets runs take turns."""
     with contextlib.ExitStack() as started:
-        for way in ways:
+        for way in ways[:2]:
             started.enter_context(LaunchedServices(load(way.config), way.config, logs / way.name))
         for _ in range(rounds):
             for way in ways:
@@ -112,8 +112,9 @@ def main(rounds: int, steps: int, table: Path | None, json_path: Path | None) ->
 
         group = calibrated(directory, table)
         ways = [Way("found", planned(directory / "plan.toml", settings(), group), [])]
+        shared = settings()
         for placement in PLACEMENTS:
-            ways.append(Way(placement, placed(directory / f"{placement}.toml", placement, settings()), []))
+            ways.append(Way(placement, placed(directory / f"{placement}.toml", placement, shared), []))
         text = ways[0].config.read_text()
         take_turns(ways, rounds, directory / "logs")
     shown = Table("placement", "step s", "least", "most", "found beside it", title="PPO of the quickstart")
