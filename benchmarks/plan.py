@@ -1,8 +1,8 @@
 """The plan that `rlhf-map` finds for two CPU devices, run as written, beside the placements colocate and standalone.
 
 The services of the plan, and the quickstart's own, which both placements use, are all up, and short runs of PPO take
-turns on them. Times of steps but the first of each run count. The plan is found with a table of constants: `--table`, or
-one that `rlhf-map probe` measures first.
+turns on them. Times of steps but the first of each run count. The plan is found with a table of constants: `--table`,
+or one that `rlhf-map probe` measures first.
 """
 
 from __future__ import annotations
