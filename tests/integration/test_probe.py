@@ -99,7 +99,7 @@ def test_the_plan_found_for_two_cpu_devices_runs_as_written(config: Config, tmp_
     assert done.exit_code == 0, done.output
     written = tomllib.loads(plan.read_text())
     devices = [device for names in written["pools"].values() for device in names]
-    assert sorted(devices) == ["CPU/0/0", "CPU/0/1"]
+    assert len(devices) == len(set(devices)) == 2
 
     finished = job.run(plan, "ppo", launch=True)
     assert finished.summary["steps"] == 2
