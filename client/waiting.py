@@ -99,10 +99,10 @@ def settle(futures: Iterable[Future[Any]]) -> None:
 
 
 def thread_begins() -> Callable[[], None]:
-    """Counts a thread that is about to be started; returns the function that counts it as ended, which does nothing
-    where another simulation has begun since."""
-    counted = _counted
-    if counted is None:
+    """Counts a thread that is about to be started. Returns the function that it calls at its end, which belongs to the
+    same simulation: a thread may outlive the one that it was started in."""
+    threads = _counted
+    if threads is None:
         return lambda: None
-    counted.begin()
-    return counted.end
+    threads.begin()
+    return threads.end

@@ -32,7 +32,7 @@ from controller.mapping.record import record_dataflow
 from controller.mapping.report import placements_table, plan_table, summary, timeline_page
 from controller.mapping.workload import LengthShares, Workload, workload_of
 from controller.simulation.durations import CallTimes, Durations, measured
-from controller.simulation.report import devices_of, steps_table, timeline_lines
+from controller.simulation.report import steps_table, timeline_lines
 from controller.simulation.report import summary as simulation_summary
 from controller.simulation.run import simulate_run
 from rlhf.errors import ConfigError, RlhfError
@@ -201,7 +201,7 @@ def simulate(
         )
         for line in timeline_lines(trace, show):
             click.echo(line)
-        _console().print(steps_table(trace, devices_of(config)))
+        _console().print(steps_table(trace))
         click.echo(simulation_summary(trace))
 
 

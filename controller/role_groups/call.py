@@ -54,6 +54,19 @@ class Callee:
 
 
 @dataclass(frozen=True)
+class RunningCall:
+    """A call that has been sent and has not ended.
+
+    Attributes:
+        method: Name of its method in the proto.
+        step: Number of the step that it belongs to.
+    """
+
+    method: str
+    step: int
+
+
+@dataclass(frozen=True)
 class Dealt:
     """Rows of a call as they are cut into parts.
 
@@ -94,12 +107,11 @@ class GroupCall:
     place: Place
     moved: Sequence[Future[tuple[Batch, CallRecord]]] = ()
 
-    async def run(self, running: dict[str, str]) -> tuple[Batch, CallRecord]:
+    async def run(self, running: dict[str, RunningCall]) -> tuple[Batch, CallRecord]:
         """Executes the call: waits for its inputs and its place, sends the requests and waits for the responses.
 
         Args:
-            running: Names of the methods of running calls, by call id. The call adds itself when it is sent, and
-                removes itself at its end.
+            running: Running calls by call id. The call adds itself when it is sent, and removes itself at its end.
 
         Returns:
             The rows that the ranks made, in the order of the inputs, and the record of the call.
@@ -113,7 +125,7 @@ class GroupCall:
             dealt, parts = await self._turn()
             ranks.address(self.header)
             requests = self._requests(parts, dealt.numbers)
-            running[call_id] = self.method.name
+            running[call_id] = RunningCall(self.method.name, self.step.number)
             started = self.callee.session.now()
             timeout_s = self.callee.session.time_of(self.method.snake_name)
             responses = await ranks.send(self.method, call_id, requests, timeout_s, self.place.was_sent)

@@ -21,6 +21,7 @@ from controller.role_groups.admission import (
     sharing_lines,
     wait_until_free,
 )
+from controller.role_groups.device_meter import DeviceMeter, DeviceUse
 from controller.role_groups.discovery import Discovery, check_vocabularies, reads_tokens
 from controller.role_groups.futures import results
 from controller.role_groups.group import RoleGroup
@@ -95,7 +96,8 @@ class Cluster:
         self.origins: dict[str, str] = {}
         self._also_served: dict[str, RoleGroup] = {}
         self._loop = loop or Loop()
-        self._placement = Placement(residency_of(config))
+        self._meter = DeviceMeter(session.now)
+        self._placement = Placement(residency_of(config), self._meter)
         self._watch = StatusWatch()
 
     def connect(
@@ -239,6 +241,10 @@ class Cluster:
         """Returns the newest gauges of each service by "service/name", summed over the ranks that respond."""
         return self._watch.gauges()
 
+    def device_use(self) -> DeviceUse:
+        """Returns how long the devices of the services were in use since this was last called; see `DeviceMeter`."""
+        return self._meter.take()
+
     def running(self) -> dict[str, str]:
         """Returns the progress of the running calls, such as "12/64", by "service.Method"; an empty text for a call
         whose progress is unknown."""
@@ -282,7 +288,8 @@ class Cluster:
 
     def _group(self, name: str, description: worker_pb2.DescribeResponse) -> RoleGroup:
         of_what_learns = self.config.services[name].keeps_state or name in self.config.valuers.values()
-        parts = self._fan_out(name, description), description, self.config.devices_of(name)
+        self._meter.add(devices := self.config.devices_of(name))
+        parts = self._fan_out(name, description), description, devices
         return group_type(description.role)(
             *parts, self.session, self._placement, self._loop, learns=of_what_learns
         )

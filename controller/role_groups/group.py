@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from client.fanout import FanOut
 from client.rank import WORKER
 from client.session import AFTER_UPDATES, Session, StepContext
-from controller.role_groups.call import Callee, GroupCall
+from controller.role_groups.call import Callee, GroupCall, RunningCall
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import Promise, awaited, lateness_of, pass_on, then
@@ -54,7 +54,7 @@ class RoleGroup:
         learns: Whether training changes the state of the service.
 
     Attributes:
-        running: Names of the methods of running calls, by call id.
+        running: Running calls, by call id.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RoleGroup:
         self.description = description
         self.mesh = mesh_from_proto(description.mesh)
         self.session = session
-        self.running: dict[str, str] = {}
+        self.running: dict[str, RunningCall] = {}
         self._devices = devices
         self._placement = placement
         self._loop = loop
@@ -322,6 +322,7 @@ async def _in_place(
             raise DeadlineExceeded(
                 f"waited {place.patience_s:g} s for the calls before on the same devices to end"
             ) from error
+        place.was_sent()
         whole = await calls(step)
         return replace(whole, parts=(*(record for _, record in moves[: len(moved)]), *whole.parts))
     finally:

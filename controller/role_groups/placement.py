@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from client.session import StepContext
+from controller.role_groups.device_meter import DeviceMeter
 from controller.role_groups.futures import promise, resolve_after
 from controller.role_groups.residency import NO_MOVES, OFFLOAD, ONLOAD, Residency
 
@@ -24,6 +25,8 @@ class Place:
         queue: Object that identifies the queue of calls that the call is sent to: the `FanOut` of its service.
         before: Places of the last calls on each of its devices.
         patience_s: See Attributes.
+        devices: Names of its devices.
+        meter: Follows the calls on devices. Default: nothing does.
 
     Attributes:
         queue: See Args.
@@ -33,9 +36,17 @@ class Place:
         ended: Future that is resolved when this call and all before it on its devices have ended.
     """
 
-    def __init__(self, queue: object, before: Sequence[Place], patience_s: float) -> None:
+    def __init__(
+        self,
+        queue: object,
+        before: Sequence[Place],
+        patience_s: float,
+        devices: frozenset[str] = frozenset(),
+        meter: DeviceMeter | None = None,
+    ) -> None:
         self.queue = queue
         self.patience_s = patience_s
+        self._devices, self._meter, self._in_use = devices, meter, False
         # The ranks order calls of one queue themselves: the next may be sent as soon as this one has been.
         self.first = [each.sent if each.queue is queue else each.ended for each in before]
         self.sent, self.ended = promise(), promise()
@@ -43,10 +54,16 @@ class Place:
 
     def was_sent(self) -> None:
         """Records that the requests of the call have been sent to its ranks."""
+        if self._meter:
+            self._meter.begin(self._devices)
+            self._in_use = True
         self.sent.set_result(None)
 
     def leave(self) -> None:
         """Records that the call has ended, or will not be made. Later calls still wait for the calls before it."""
+        if self._meter and self._in_use:
+            self._meter.end(self._devices)
+            self._in_use = False
         if not self.sent.done():
             resolve_after(self.first, self.sent)
         resolve_after(self._all_before, self.ended)
@@ -67,9 +84,11 @@ class Placement:
 
     Args:
         residency: Tells which services are offloaded and onloaded before a call. Default: none are.
+        meter: Follows the calls on devices. Default: nothing does.
     """
 
-    def __init__(self, residency: Residency | None = None) -> None:
+    def __init__(self, residency: Residency | None = None, meter: DeviceMeter | None = None) -> None:
+        self._meter = meter
         self._last: dict[str, Place] = {}
         self._unfinished: dict[Future[None], tuple[Place, float]] = {}
         self._lock = threading.Lock()
@@ -124,7 +143,7 @@ class Placement:
         """
         with self._lock:
             before = list({id(last): last for device in devices if (last := self._last.get(device))}.values())
-            place = Place(queue, before, self.longest_wait_s() + time_s)
+            place = Place(queue, before, self.longest_wait_s() + time_s, devices, self._meter)
             self._last.update(dict.fromkeys(devices, place))
             self._unfinished[place.ended] = place, time_s
         place.ended.add_done_callback(self._finish)

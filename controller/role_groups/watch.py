@@ -54,17 +54,21 @@ class StatusWatch:
 
     def running(self, groups: Mapping[str, RoleGroup]) -> dict[str, str]:
         """Returns the progress of the running calls of groups on rank 0, such as "12/64", by "group.Method"; an empty
-        text for a call whose progress is unknown.
+        text for a call whose progress is unknown. Where calls of several steps run, the name has the step too, as
+        "group.Method of step 3".
 
         Args:
             groups: Role groups by name.
         """
         shown = {}
-        for name, group in list(groups.items()):
+        running = {name: (group, list(group.running.values())) for name, group in list(groups.items())}
+        overlap = len({call.step for _, calls in running.values() for call in calls}) > 1
+        for name, (group, calls) in running.items():
             status = self._statuses.get(group.ranks.service, {}).get(0)
-            for method in list(group.running.values()):
-                is_known = status is not None and status.done_of and status.method == method
-                shown[f"{name}.{method}"] = f"{status.done}/{status.done_of}" if status and is_known else ""
+            for call in calls:
+                is_known = status is not None and status.done_of and status.method == call.method
+                title = f"{name}.{call.method}" + (f" of step {call.step}" if overlap else "")
+                shown[title] = f"{status.done}/{status.done_of}" if status and is_known else ""
         return shown
 
     async def _watch(self, client: RankClient) -> None:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from statistics import median
 
 from rich.table import Table
 
-from controller.config.config import Config
-from controller.simulation.run import SeenCall, Trace
+from controller.simulation.run import Trace
 from reports.units import seconds_text
 
 NAME_WIDTH, LEAST_BARS = 34, 30
-
-
-def devices_of(config: Config) -> dict[str, frozenset[str]]:
-    """Returns the devices of each service and of each second role of a config, by name."""
-    second = {role: config.devices_of(host) for role, host in config.also_served.items()}
-    return {name: config.devices_of(name) for name in config.services} | second
 
 
 def timeline_lines(trace: Trace, steps: int, width: int | None = None) -> Iterator[str]:
@@ -46,19 +38,14 @@ def timeline_lines(trace: Trace, steps: int, width: int | None = None) -> Iterat
         yield f"{each.step:4d} {name:{NAME_WIDTH}.{NAME_WIDTH}} {times} |{bar}".rstrip()
 
 
-def steps_table(trace: Trace, devices: Mapping[str, frozenset[str]]) -> Table:
+def steps_table(trace: Trace) -> Table:
     """Returns a table with a line for each step: its seconds, the share of them in which calls run on disjoint devices
-    at the same time, the mean share in which a device waits, seconds lost to stragglers, and the staleness of rows.
-
-    Args:
-        trace: The run.
-        devices: Devices of each service or second role by name.
-    """
+    at the same time, the mean share in which a device waits, seconds lost to stragglers, and the staleness of rows."""
     table = Table(
         "step", "step s", "overlap", "idle", "stragglers", "stale mean", "most", box=None, pad_edge=False
     )
     for number, metrics in enumerate(trace.metrics, start=1):
-        overlap, idle = shares(trace.calls, devices, *_span(trace, number))
+        overlap, idle = (metrics[f"time/{name}_share"] for name in ("overlap", "idle"))
         stale = [metrics.get(f"staleness/{name}") for name in ("mean", "max")]
         table.add_row(
             str(number),
@@ -79,38 +66,3 @@ def summary(trace: Trace) -> str:
         f"step {usual:.3f} s (median of {steps}); controller {trace.controller_s / steps:.3f} s of CPU a step on this "
         f"host, {trace.requests / steps:,.0f} requests of {trace.nbytes / steps / 1e6:,.1f} MB"
     )
-
-
-def shares(
-    calls: Sequence[SeenCall], devices: Mapping[str, frozenset[str]], start: float, end: float
-) -> tuple[float, float]:
-    """Returns the share of a span of time in which calls run on two disjoint sets of devices or more, and the mean
-    share in which a device has no call.
-
-    Args:
-        calls: The calls.
-        devices: Devices of each service by name.
-        start, end: The span in virtual seconds.
-    """
-    inside = [
-        (max(each.start, start), min(each.end, end), devices[each.service])
-        for each in calls
-        if each.end > start and each.start < end and each.end > each.start and devices.get(each.service)
-    ]
-    everything = frozenset().union(*devices.values())
-    edges = sorted({start, end, *(at for first, last, _ in inside for at in (first, last))})
-    together = busy = 0.0
-    for first, last in pairwise(edges):
-        running = {names for begin, stop, names in inside if begin <= first and stop >= last}
-        disjoint = any(not one & other for one in running for other in running)
-        together += (last - first) if disjoint else 0.0
-        busy += (last - first) * len(frozenset().union(*running))
-    length = (end - start) or 1.0
-    return together / length, 1 - busy / (length * max(len(everything), 1))
-
-
-def _span(trace: Trace, step: int) -> tuple[float, float]:
-    """Returns begin and end of the time that is a step's: it ends with its last call, and begins where the step before
-    it ends."""
-    ends = [max((call.end for call in trace.calls if call.step == n), default=0.0) for n in (step - 1, step)]
-    return ends[0], ends[1]

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from controller.role_groups.dataflow import CallRecord
+from controller.role_groups.residency import OFFLOAD, ONLOAD
 from controller.tracking.contents import RUN_FILE, SUMMARY_FILE
 from controller.tracking.figures import Figures
 from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter
@@ -50,6 +51,7 @@ class Recorder:
         self._metrics = MetricsWriter(directory.path)
         self._samples = SamplesWriter(directory.path)
         self._timeline = Timeline(directory.path, self.started_s)
+        self._offloaded_s: dict[str, float] = {}
         directory.write_json(RUN_FILE, self._identity)
 
     @property
@@ -126,8 +128,10 @@ class Recorder:
 
     def calls(self, step: int, records: Iterable[CallRecord]) -> None:
         """Writes the calls of a step to the timeline: each call on the controller's track of its service, and its
-        phases (queue, fetch, compute, store) on the track of each rank. Raises RlhfError where writing fails."""
+        phases (queue, fetch, compute, store) on the track of each rank. Services that take turns in the memory of
+        devices have a track each that shows when they were offloaded. Raises RlhfError where writing fails."""
         for record in records:
+            self._residency(record, step)
             args = {"step": step, "policy_version": record.policy_version}
             track = ("controller", record.service)
             self._timeline.add(track, record.method, record.started_s, record.ended_s, args)
@@ -141,6 +145,13 @@ class Recorder:
         or where `metrics.jsonl` was deleted or replaced."""
         self._metrics.check()
         self.directory.write_json(SUMMARY_FILE, {**figures, **self._identity})
+
+    def _residency(self, record: CallRecord, step: int) -> None:
+        if record.method == OFFLOAD:
+            self._offloaded_s[record.service] = record.ended_s
+        elif record.method == ONLOAD and (since_s := self._offloaded_s.pop(record.service, None)):
+            track = ("device memory", record.service)
+            self._timeline.add(track, "offloaded", since_s, record.started_s, {"step": step})
 
     def _rank_call(self, track: tuple[str, str], method: str, timing: Any, step: int) -> None:
         start = timing.arrived_unix_s

@@ -140,6 +140,9 @@ class StepLoop:
         return 0 if saver and saver.is_due(number - 1, is_last=False) else self._table.ahead
 
     def _begin(self, number: int, evaluation: Evaluation) -> OpenStep:
+        if not self._open:
+            # What was in use before, as by an evaluation, counts for no step.
+            self._cluster.device_use()
         gate = Gate(partial(self._reached, number, evaluation)) if self._table.ahead else None
         gates = [Gate(partial(self._segment_needed, number)) for _ in range(self._segments - 1)]
         context, started = self._cluster.session.begin_step(number, gate, gates), self._cluster.session.now()

@@ -66,6 +66,7 @@ class StepMetrics:
             "transfer/controller_bytes": float(step.context.controller_bytes),
             "transfer/batch_bytes": float(batch.nbytes),
             "time/step_s": seconds,
+            **self._cluster.device_use().metrics(),
         }
         if "reward/mean" not in metrics and "rewards" in batch.columns:
             metrics["reward/mean"] = mean_of_scored(row_scores(step.batch))

@@ -7,21 +7,21 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from benchmarks.simulation import many_ranks
-from client.waiting import counting, settle, thread_begins
+from client.waiting import counting, settle
 from controller.algorithms import find_algorithm
 from controller.config.config import Config, load
 from controller.mapping.cli import main
-from controller.role_groups.futures import promise
+from controller.role_groups.futures import on_thread, promise
 from controller.role_groups.loop import Loop
 from controller.simulation.clock import VirtualTimeLoop
 from controller.simulation.durations import CallTimes, Durations, measured
-from controller.simulation.report import shares
 from controller.simulation.run import SeenCall, Trace, simulate_run
 from controller.tracking.timeline import Timeline
 from rlhf.errors import ConfigError, DeadlineExceeded
@@ -178,22 +178,46 @@ def test_a_thread_that_nothing_will_wake_is_told_so() -> None:
     loop.close()
 
 
-def test_a_thread_of_an_earlier_simulation_is_not_counted_in_the_next() -> None:
+def shares(trace: Trace, devices: Mapping[str, frozenset[str]], step: int) -> tuple[float, float]:
+    """Overlap and waiting in the time between the last calls of two steps, from the trace."""
+    start, end = (max((c.end for c in trace.calls if c.step == n), default=0.0) for n in (step - 1, step))
+    inside = [
+        (max(c.start, start), min(c.end, end), devices[c.service])
+        for c in trace.calls
+        if c.end > start and c.start < end
+    ]
+    together = busy = 0.0
+    for first, last in pairwise(sorted({start, end, *(at for call in inside for at in call[:2])})):
+        running = [names for begin, stop, names in inside if begin <= first and stop >= last]
+        together += (last - first) * any(not one & other for one in running for other in running)
+        busy += (last - first) * len(frozenset[str]().union(*running))
+    every = frozenset[str]().union(*devices.values())
+    return together / (end - start), 1 - busy / ((end - start) * len(every))
+
+
+def test_a_thread_that_outlives_its_simulation_is_not_counted_in_the_next() -> None:
+    may_end = threading.Event()
     with counting():
-        ends = thread_begins()
-    with counting() as threads:
-        ends()
-        waits = threading.Thread(target=threads.wait_until_none, daemon=True)
-        waits.start()
-        waits.join(0.2)
-        assert waits.is_alive(), "this thread executes, so that time must not pass"
+        late = on_thread(may_end.wait, "late")
+    with counting() as following:
+        threads = [each for each in threading.enumerate() if each.name == "late"]
+        may_end.set()
+        assert late.result(5)
+        for thread in threads:
+            thread.join(5)
+        assert following._count == 1
 
 
-def test_shares_of_overlap_and_waiting() -> None:
-    devices = {"a": frozenset({"0"}), "b": frozenset({"1"})}
-    both = [SeenCall(1, "a", "x", 0.0, 4.0), SeenCall(1, "b", "y", 2.0, 6.0)]
-    assert shares(both, devices, 0.0, 8.0) == pytest.approx((2 / 8, 1 - 8 / 16))
-    assert shares(both, {"a": devices["a"], "b": devices["a"]}, 0.0, 8.0) == pytest.approx((0.0, 1 - 6 / 8))
+@pytest.mark.parametrize("settings", [(), ("placement='split'",), ("run.ahead=1",)], ids=str)
+def test_metrics_have_the_shares_of_overlap_and_waiting_of_the_trace(settings: tuple[str, ...]) -> None:
+    durations = Durations(CallTimes(SECONDS), spread=0.3, seed=7)
+    trace = trace_of("ppo", *settings, steps=4, durations=durations)
+    config = configured("ppo", *settings)
+    devices = {name: config.devices_of(name) for name in config.services}
+    for step, metrics in enumerate(trace.metrics, start=1):
+        overlap, idle = shares(trace, devices, step)
+        assert metrics["time/overlap_share"] == pytest.approx(overlap, abs=1e-3)
+        assert metrics["time/idle_share"] == pytest.approx(idle, abs=1e-3)
 
 
 def test_the_command_prints_a_timeline(tmp_path: Path) -> None:

@@ -134,6 +134,17 @@ class TestRecorder:
         assert "interrupted after step 1" in (tmp_path / "report.html").read_text()
         assert json.loads((tmp_path / "run.json").read_text()) == {"seed": 3}
 
+    def test_the_timeline_shows_when_a_service_was_offloaded(self, tmp_path: Path) -> None:
+        recorder = Recorder(RunDirectory(tmp_path), Progress(Console(file=StringIO())))
+        moves = [("offload", 1.0, 2.0), ("onload", 5.0, 6.0), ("onload", 7.0, 8.0)]
+        records = [CallRecord("critic", name, NOON + a, NOON + b, {}, 1, ()) for name, a, b in moves]
+        recorder.calls(3, records[:1])
+        recorder.calls(4, records[1:])
+        events = [each for each in read_events(tmp_path / "timeline.json") if each["name"] == "offloaded"]
+        assert [(each["cat"], each["dur"], each["args"]) for each in events] == [
+            ("device memory", 3_000_000, {"step": 4})
+        ]
+
     def test_the_report_of_the_files_is_that_of_the_run(self, tmp_path: Path) -> None:
         with Recorder(RunDirectory(tmp_path), Progress(Console(file=StringIO()))) as recorder:
             for step in range(12):

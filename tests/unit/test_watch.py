@@ -16,6 +16,7 @@ import pytest
 from client.rank import RankClient
 from client.session import Session
 from controller.role_groups import watch
+from controller.role_groups.call import RunningCall
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.watch import StatusWatch
 from rlhf.contract import SERVICES
@@ -82,6 +83,25 @@ def test_memory_can_be_read_while_statuses_arrive_on_the_loop() -> None:
         assert cluster.memory() == {"actor": 3, "1": 1, "2": 1}
     finally:
         cluster.close()
+
+
+def test_running_calls_of_several_steps_are_shown_with_their_steps() -> None:
+    statuses = StatusWatch()
+    statuses._statuses["actor"] = {
+        0: worker_pb2.WatchResponse(method="UpdateActor", done=3, done_of=4),
+    }
+    actor, reward = (
+        cast(Any, SimpleNamespace(ranks=SimpleNamespace(service=name), running={}))
+        for name in ("actor", "reward")
+    )
+    actor.running = {"a": RunningCall("UpdateActor", 2)}
+    groups = {"actor": actor, "reward": reward}
+    assert statuses.running(groups) == {"actor.UpdateActor": "3/4"}
+    reward.running = {"b": RunningCall("ComputeReward", 3)}
+    assert statuses.running(groups) == {
+        "actor.UpdateActor of step 2": "3/4",
+        "reward.ComputeReward of step 3": "",
+    }
 
 
 def test_gauges_are_added_up_over_the_ranks_of_a_service() -> None:
