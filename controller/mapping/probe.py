@@ -22,9 +22,9 @@ from controller.mapping.workload import LengthShares, Workload
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import results
 from controller.role_groups.roles import ActorGroup, CriticGroup, RewardGroup
+from controller.simulation.run import NOTHING
 from controller.training.algorithm import Algorithm
 from controller.training.columns import lengths_of
-from controller.training.evaluation import Evaluation
 from controller.training.roles import Actor, Critic
 from controller.training.run import Run
 from controller.training.step import Step
@@ -35,8 +35,6 @@ from rlhf.errors import ConfigError
 REPEATS = 5
 """Default number of times that each call is timed, after once that does not count. The least counts: other work on
 the machine only adds to it."""
-NOTHING = Evaluation(lambda batch: ({}, ()), lambda numbers: {})
-"""Evaluation that measures nothing."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,8 @@ def probe_services(
     """
     flow = record_dataflow(algorithm, algorithm.configure(config))
     models = models_of(algorithm.configure(config), flow)
-    with open_run(probe_config(config, repeats), algorithm, launch=launch) as run:
-        calls = probe(run, models, flow.calls)
+    with open_run(_probe_config(config, repeats), algorithm, launch=launch) as run:
+        calls = _probe(run, models, flow.calls)
         described = [each.description for each in run.groups.values()]
     if not calls:
         raise ConfigError(f"{algorithm.name} has no actor, critic or reference whose calls could be timed")
@@ -123,7 +121,7 @@ def probe_lines(probed: Probed) -> Iterator[str]:
         yield f"{name}: {before:.4g} before, {after:.4g} fitted"
 
 
-def probe_config(config: Config, repeats: int) -> Config:
+def _probe_config(config: Config, repeats: int) -> Config:
     """Returns the config of a run that times calls: as many steps as calls are repeated, one after another, without
     evaluations, samples and checkpoints."""
     run = {
@@ -143,13 +141,13 @@ def probe_config(config: Config, repeats: int) -> Config:
     )
 
 
-def probe(run: Run, models: ConfiguredModels, algorithm_calls: Sequence[Call]) -> list[ProbedCall]:
+def _probe(run: Run, models: ConfiguredModels, algorithm_calls: Sequence[Call]) -> list[ProbedCall]:
     """Times the calls of a run's actor, critics and references, each alone, on the prompts of its data: generation of
     responses and of one token, forward passes, and updates in the mini-batches of the config and in one. Then loads the
     model directories again into what learns.
 
     Args:
-        run: A run of `probe_config`. Its updates change the weights.
+        run: A run of `_probe_config`. Its updates change the weights.
         models: Models of its config.
         algorithm_calls: Calls of a step of its algorithm, for the columns that a call reads of other services.
     """
