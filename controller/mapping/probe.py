@@ -218,10 +218,9 @@ def _timed_step(run: Run, step: Step, notes: _Notes) -> Iterator[FutureBatch]:
     )
     batch, minis = prompts | step.groups, config.mini_batches(prompts.rows)
     # With one mini-batch too, so that what a mini-batch takes is known apart from what its rows take.
-    schedules = {"": (config, minis)} | ({", whole": (_in_one(config, prompts.rows), 1)} if minis > 1 else {})
+    schedules = (("", config, minis), (", whole" if minis > 1 else "", _in_one(config, prompts.rows), 1))
     actors, critics = _of_role(roles, "actor"), _of_role(roles, "critic")
     for name in actors:
-        notes.timed(_actor(run, name, short).generate_sequences(prompts), prompts, ", one token")
         batch |= notes.timed(_actor(run, name, config).generate_sequences(prompts), prompts)
         batch |= notes.timed(_actor(run, name, config).log_likelihood(batch), batch)
     for name in _of_role(roles, "reference"):
@@ -231,13 +230,16 @@ def _timed_step(run: Run, step: Step, notes: _Notes) -> Iterator[FutureBatch]:
     yield batch
     for name in critics:
         batch |= notes.timed(run.critic(name).compute_values(batch), batch)
-        for variant, (chosen, count) in schedules.items():
+        for variant, chosen, count in schedules:
             group = run.group(name, CriticGroup)
             made = Critic(group, chosen, run.step_of, group).update_critic(batch)
             yield notes.timed(made, batch, variant, count)
     for name in actors:
-        for variant, (chosen, count) in schedules.items():
+        for variant, chosen, count in schedules:
             yield notes.timed(_actor(run, name, chosen).update_actor(batch), batch, variant, count)
+            # After an update, so that every call that generates has the transition, as in a step.
+            if chosen is config:
+                notes.timed(_actor(run, name, short).generate_sequences(prompts), prompts, ", one token")
 
 
 def _of_role(roles: Mapping[str, str], role: str) -> list[str]:
