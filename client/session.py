@@ -196,12 +196,23 @@ class Session:
     def header(self, step: StepContext, service: str, method: str) -> common_pb2.Call:
         """Returns the header of the next call of a service's method in a step, with a new call id and the step's next
         ordinal. Its sequence number and epoch are set by `FanOut.address`."""
-        return common_pb2.Call(
-            call_id=f"{self.name}_{next(self._call_numbers)}",
-            session=self.name,
-            session_started_unix_ns=self.claimed_unix_ns,
-            take_over=self.take_over,
-            seed=self.seed,
-            step=step.number,
-            ordinal=step.next_ordinal(service, method),
-        )
+        return self.headers(step, service, method, 1)[0]
+
+    def headers(self, step: StepContext, service: str, method: str, chunks: int) -> list[common_pb2.Call]:
+        """Returns the headers of the calls that together are the next call of a service's method in a step, one for
+        each of `chunks` chunks of its rows: as `header`, with call ids of their own and the same ordinal."""
+        ordinal = step.next_ordinal(service, method)
+        return [
+            common_pb2.Call(
+                call_id=f"{self.name}_{next(self._call_numbers)}",
+                session=self.name,
+                session_started_unix_ns=self.claimed_unix_ns,
+                take_over=self.take_over,
+                seed=self.seed,
+                step=step.number,
+                ordinal=ordinal,
+                chunk=chunk,
+                chunks=chunks if chunks > 1 else 0,
+            )
+            for chunk in range(chunks)
+        ]

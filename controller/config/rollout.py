@@ -30,6 +30,11 @@ class RolloutTable(Strict):
     """Number of calls that generate a response, in as many steps one after another, each with the weights of its time.
     Each but the last adds an equal share of max_response_tokens. At most run.ahead + 1; see docs/timing.md."""
 
+    chunks: Positive = 1
+    """Number of calls that generate the rows of a step, one chunk of rows after another: rewards and forward passes of
+    a chunk start while the next is generated. At most data.prompts_per_step, since the responses to a prompt stay
+    together; see docs/timing.md."""
+
     @property
     def truncates(self) -> bool:
         """Whether top_k or top_p truncate the distribution that tokens are sampled from."""

@@ -135,7 +135,7 @@ def _probe_config(config: Config, repeats: int) -> Config:
     return config.model_copy(
         update={
             "run": config.run.model_copy(update=run),
-            "rollout": config.rollout.model_copy(update={"segments": 1}),
+            "rollout": config.rollout.model_copy(update={"segments": 1, "chunks": 1}),
             "checkpoint": CheckpointTable(),
         }
     )

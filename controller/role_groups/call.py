@@ -94,8 +94,10 @@ class GroupCall:
         options: Further fields of the request, by name.
         step: The step that the call belongs to.
         place: Place of the call in the order of calls on its devices.
+        beside: Whether the ranks execute the call beside those that have an order.
         moved: Futures of the calls that offload and onload services before this one. Where one fails, this one fails
             with its error and is not sent.
+        first_row: Number of its first row among those of all chunks; see `RoleGroup.call`.
     """
 
     callee: Callee
@@ -106,6 +108,8 @@ class GroupCall:
     step: StepContext
     place: Place
     moved: Sequence[Future[tuple[Batch, CallRecord]]] = ()
+    first_row: int = 0
+    beside: bool = False
 
     async def run(self, running: dict[str, RunningCall]) -> tuple[Batch, CallRecord]:
         """Executes the call: waits for its inputs and its place, sends the requests and waits for the responses.
@@ -123,12 +127,14 @@ class GroupCall:
         call_id, ranks = self.header.call_id, self.callee.ranks
         try:
             dealt, parts = await self._turn()
-            ranks.address(self.header)
+            ranks.address(self.header, beside=self.beside)
             requests = self._requests(parts, dealt.numbers)
             running[call_id] = RunningCall(self.method.name, self.step.number)
             started = self.callee.session.now()
             timeout_s = self.callee.session.time_of(self.method.snake_name)
-            responses = await ranks.send(self.method, call_id, requests, timeout_s, self.place.was_sent)
+            responses = await ranks.send(
+                self.method, call_id, requests, timeout_s, self.place.was_sent, beside=self.beside
+            )
             return self._collected(dealt, parts, responses), self._record(responses, started)
         finally:
             running.pop(call_id, None)
@@ -136,7 +142,7 @@ class GroupCall:
 
     @property
     def _protocol(self) -> TransferProtocol:
-        return get_protocol(self.method.spec.transfer_protocol)  # type: ignore[union-attr]
+        return protocol_of(self.method)
 
     async def _turn(self) -> tuple[Dealt, list[BatchPart]]:
         """Waits until the input columns are resolved and the call may be sent. Returns its rows as they are dealt, and
@@ -198,7 +204,7 @@ class GroupCall:
             return [request] * len(self.callee.endpoints)
 
         def encode(part: BatchPart, relays: Sequence[Relay]) -> Any:
-            rows = numbers[part.places]
+            rows = self.first_row + numbers[part.places]
             return self.callee.codec.request(self.method, self.header, part.batch, rows, relays, self.options)
 
         self.step.count_bytes(sum(local_bytes(part.batch) * len(part.ranks) for part in parts))
@@ -231,11 +237,16 @@ class GroupCall:
             method=self.method.snake_name,
             started_s=started_s + queued_s,
             ended_s=self.callee.session.now(),
-            metrics=_mean_metrics(collected),
+            metrics=mean_over_ranks(collected),
             policy_version=responses[0].outcome.policy_version,
             responses=tuple(responses),
             parts=tuple(move.result()[1] for move in self.moved),
         )
+
+
+def protocol_of(method: Method) -> TransferProtocol:
+    """Returns the transfer protocol that a method declares."""
+    return get_protocol(method.spec.transfer_protocol)  # type: ignore[union-attr]
 
 
 def _lengths(batch: Batch) -> np.ndarray | None:
@@ -248,7 +259,7 @@ def _lengths(batch: Batch) -> np.ndarray | None:
     return lengths[0] + lengths[1]
 
 
-def _mean_metrics(responses: Sequence[Any]) -> dict[str, float]:
+def mean_over_ranks(responses: Sequence[Any]) -> dict[str, float]:
     """Returns the mean of each metric over the ranks' responses, weighted by the ranks' counts."""
     sums: dict[str, list[float]] = {}
     for response in responses:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.batch import Batch, Column, concat_columns
 from nccl_transfer.refs.plans import Relay
 from rlhf.contract import Method
 from rlhf.v1 import common_pb2
@@ -52,3 +52,12 @@ class BatchCodec:
             sizes: Number of rows that each of these ranks was sent; this class does not use it.
         """
         return Batch.concat([made for each in responses if (made := wire.from_proto(each.batch)).columns])
+
+    def joined(self, name: str, chunks: Sequence[Column]) -> Column:
+        """Concatenates a column of a call whose rows were sent in chunks.
+
+        Args:
+            name: Name of the column.
+            chunks: What `rows_of` has made of it for each chunk, in order.
+        """
+        return concat_columns(chunks)

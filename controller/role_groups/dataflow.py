@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from client.session import StepContext
+from controller.role_groups.chunks import ChunkedColumn, sizes_of, taken
 from controller.role_groups.futures import all_of, lateness_of, resolved, results, then
 from nccl_transfer.refs.batch import Batch, Column, concat_columns
 from nccl_transfer.refs.columns import Jagged
@@ -33,6 +34,8 @@ class CallRecord:
         responses: Response message of each rank, in rank order.
         parts: Records of the calls made for it: those that offloaded and onloaded services before it, and those that a
             transfer of weights consists of.
+        chunks: For a call whose rows were sent in chunks, the records of the calls that it consists of, in order. Their
+            responses are those of this record, and their parts are its parts.
     """
 
     service: str
@@ -43,6 +46,17 @@ class CallRecord:
     policy_version: int
     responses: tuple[Any, ...]
     parts: tuple[CallRecord, ...] = ()
+    chunks: tuple[CallRecord, ...] = ()
+
+    @property
+    def sent(self) -> tuple[CallRecord, ...]:
+        """Records of the calls that were sent: `chunks`, or this one."""
+        return self.chunks or (self,)
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the call in seconds, without the time between its chunks."""
+        return sum(call.ended_s - call.started_s for call in self.sent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,9 +118,9 @@ class FutureBatch:
         return replace(self, columns=renamed)
 
     def take(self, rows: np.ndarray) -> FutureBatch:
-        """Returns the rows with indices `rows` [n] int64, in this order."""
-        taken = {name: then(column, lambda c: c.take(rows)) for name, column in self.columns.items()}
-        return replace(self, rows=len(rows), columns=taken)
+        """Returns the rows with indices `rows` [n] int64, in this order. Rows that ascend stay in their chunks."""
+        columns = {name: taken(column, rows) for name, column in self.columns.items()}
+        return replace(self, rows=len(rows), columns=columns)
 
     def repeat(self, times: int) -> FutureBatch:
         """Repeats every row `times` times; its copies are neighbours. For several samples per prompt."""
@@ -120,6 +134,30 @@ class FutureBatch:
         calls = tuple(dict.fromkeys(call for batch in batches for call in batch.calls))
         step = next((batch.step for batch in batches if batch.step), None)
         return FutureBatch(sum(batch.rows for batch in batches), joined, calls, step)
+
+    def in_chunks(self, sizes: Sequence[int]) -> FutureBatch:
+        """Returns the same rows in chunks of consecutive rows. A call that computes each row by itself is made once for
+        each chunk, when its columns are there, and the columns that it returns are in these chunks again.
+
+        Args:
+            sizes: Number of rows of each chunk, in order.
+        """
+        columns: dict[str, Future[Column]] = {
+            name: ChunkedColumn.cut(column, sizes) for name, column in self.columns.items()
+        }
+        return replace(self, columns=columns)
+
+    def chunks(self) -> list[FutureBatch]:
+        """Returns the chunks that the rows are in, at least one. Where only some columns are in chunks, the others are
+        cut likewise; where columns are in different chunks, all rows are one chunk."""
+        sizes = sizes_of(self.columns.values())
+        if len(sizes) < 2:
+            return [self]
+        cut = {name: ChunkedColumn.cut(column, sizes).chunks for name, column in self.columns.items()}
+        return [
+            replace(self, rows=rows, columns={name: chunks[number] for name, chunks in cut.items()})
+            for number, rows in enumerate(sizes)
+        ]
 
     def checked(self, check: Callable[[CallRecord], CallRecord]) -> FutureBatch:
         """Returns the same rows, with columns that are resolved only when `check` has returned for the record of

@@ -7,27 +7,27 @@ one request to each rank, and collects references to the rows that the ranks mad
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from client.fanout import FanOut
 from client.rank import WORKER
 from client.session import AFTER_UPDATES, Session, StepContext
 from controller.role_groups.call import Callee, GroupCall, RunningCall
+from controller.role_groups.chunked_call import batch_of, first_rows, is_row_wise
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.futures import Promise, awaited, lateness_of, pass_on, then
+from controller.role_groups.futures import Promise, lateness_of, pass_on, resolved
+from controller.role_groups.joint_calls import JointCalls, JointPlaces, in_places
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Place, Placement
-from nccl_transfer.refs.batch import Batch, Column
 from nccl_transfer.refs.wire_ranks import endpoint_from_proto, mesh_from_proto
 from rlhf.contract import Method, group_methods
-from rlhf.errors import DeadlineExceeded, InvalidRequest
-from rlhf.v1 import worker_pb2
+from rlhf.errors import InvalidRequest
+from rlhf.v1 import common_pb2, worker_pb2
 
-G = TypeVar("G", bound="RoleGroup")
+G = TypeVar("G", bound="CallingGroup")
 T = TypeVar("T")
 
 LATE_S = 15.0
@@ -39,9 +39,8 @@ GENERATES = "generate_sequences"
 """Python name of the method that runs ahead of the updates of earlier steps, where `run.ahead` says so."""
 
 
-class RoleGroup:
-    """All ranks of one service in one of its roles. A method starts a call on all ranks and returns without waiting:
-    a batch of futures, without columns unless it says which.
+class CallingGroup:
+    """Makes calls on all ranks of one service in one of its roles, and returns without waiting; see `RoleGroup`.
 
     Args:
         ranks: Sends calls to all ranks; role groups of two roles of one service share it.
@@ -80,6 +79,9 @@ class RoleGroup:
         self._devices = devices
         self._placement = placement
         self._loop = loop
+        self._settled: Future[None] = resolved(None)
+        """Resolved when the last call without rows has ended. Of the methods of a service that does not learn, only
+        those without rows may change its state."""
         self._methods = group_methods(description.role)
         endpoints = [endpoint_from_proto(rank.endpoint) for rank in description.ranks]
         self._callee = Callee(self.name, ranks, description, self.mesh, endpoints, self._codec(), session)
@@ -115,7 +117,7 @@ class RoleGroup:
         """Starts a call of a method on all ranks and returns without waiting. The requests are sent when the input
         columns are resolved and the calls before it on the same devices have ended. A call of a step with a gate enters
         the order of calls when the gate is opened, if the service learns and the method does not generate, or an input
-        comes from such a call.
+        comes from such a call. Rows in chunks are sent in a call for each chunk, if the method computes columns.
 
         Args:
             name: Python name of the method.
@@ -134,28 +136,34 @@ class RoleGroup:
         batch = batch or FutureBatch(0, {})
         inputs = inputs_of(self.name, method, batch)
         step = self.session.step_of(batch.step)
-        header = self.session.header(step, self.name, name)
-
-        def begin() -> Future[tuple[Batch, CallRecord]]:
-            with self._placement.turn([self.ranks.service], name, step) as moved:
-                longest_s = 2 * self.session.time_of(name) + LATE_S
-                place = self._placement.enter(self._devices, self.ranks, longest_s)
-                call = GroupCall(self._callee, method, header, inputs, options, step, place, moved)
-                return self._loop.start(call.run(self.running))
-
         if self._learns and method.takes_rows and name != GENERATES:
             lateness = AFTER_UPDATES
-        result = _begun(begin, step, max(lateness, lateness_of(inputs.columns.values())))
-        expected = method.outputs if outputs is None else outputs
-        columns = {column: _column_of(result, column) for column in expected}
-        return FutureBatch(batch.rows, columns, (_record_of(result),), batch.step)
+        chunks = inputs.chunks() if is_row_wise(method) else [inputs]
+        longest_s = longest_time(self.session, name)
+
+        def start(header: common_pb2.Call, rows: FutureBatch, first: int) -> Future[Any]:
+            def begin() -> Future[Any]:
+                with self._placement.turn([self.ranks.service], name, step) as moved:
+                    place = self._placement.enter(self._devices, self.ranks, longest_s)
+                    if not method.takes_rows:
+                        self._settled = place.ended
+                    call = GroupCall(self._callee, method, header, rows, options, step, place, moved, first)
+                    return self._loop.start(call.run(self.running))
+
+            return _begun(begin, step, max(lateness, lateness_of(rows.columns.values())))
+
+        headers = self.session.headers(step, self.name, name, len(chunks))
+        made = list(map(start, headers, chunks, first_rows(chunks)))
+        return batch_of(self._callee, method, chunks, made, method.outputs if outputs is None else outputs)
 
     def call_with(
         self,
-        others: Sequence[RoleGroup],
-        calls: Callable[[StepContext], Coroutine[Any, Any, CallRecord]],
+        others: Sequence[CallingGroup],
+        calls: JointCalls,
         longest_s: float,
         of: StepContext | None = None,
+        *,
+        beside: bool = False,
     ) -> FutureBatch:
         """Starts several calls of this group and others that belong together, and returns without waiting. They have
         one place in the order of calls: the devices of all these groups are theirs while `calls` runs. In a step with
@@ -163,48 +171,79 @@ class RoleGroup:
 
         Args:
             others: The other groups.
-            calls: Coroutine function that makes the calls by `call_within`, in the step that it is given, and returns
-                the record of the whole, of which theirs are parts.
+            calls: Coroutine function that makes the calls by `call_within`, in the step and at the places that it is
+                given, and returns the record of the whole, of which theirs are parts.
             longest_s: Longest time that it takes, in seconds.
             of: The step that they belong to. Default: the one begun last.
+            beside: Whether calls of the others on rows go on meanwhile, and only this group's devices are theirs. The
+                others then have places of their own, behind, for the last call of each. `calls` begins when the calls
+                of the others without rows before it have ended.
 
         Returns:
             A batch without rows, whose record is the one that `calls` returned.
         """
         step = self.session.step_of(of)
-        devices = self._devices.union(*(group._devices for group in others))
+        devices = self._devices.union(*(group._devices for group in others if not beside))
 
         def begin() -> Future[CallRecord]:
             names = [self.ranks.service, *(group.ranks.service for group in others)]
             with self._placement.turn(names, "describe_weights", step) as moved:
-                place = self._placement.enter(devices, object(), longest_s)
-                return self._loop.start(_in_place(place, moved, calls, step))
+                held, first = self._placement.enter(devices, object(), longest_s), list[Future[Any]]()
+                later: dict[str, Place] = {}
+                for group in others:
+                    if beside:
+                        first.append(group._settled)
+                        later[group.name] = self._placement.enter(group._devices, group.ranks, longest_s)
+                    group._settled = later.get(group.name, held).ended
+                return self._loop.start(in_places(JointPlaces(held, later, first), moved, calls, step))
 
         return FutureBatch(0, {}, (_begun(begin, step, AFTER_UPDATES if self._learns else 0),), of)
 
-    async def call_within(self, name: str, step: StepContext, **options: Any) -> CallRecord:
-        """Coroutine of a call without rows, for `call_with`: sends it at once, and returns its record.
+    def runs_beside(self, name: str) -> bool:
+        """Whether the ranks execute a call of a method beside the others."""
+        path = self._methods[name].path[1:]
+        return any(method.beside and method.name == path for method in self.description.methods)
+
+    async def call_within(
+        self,
+        name: str,
+        step: StepContext,
+        place: Place | None = None,
+        *,
+        beside: bool = False,
+        **options: Any,
+    ) -> CallRecord:
+        """Coroutine of a call without rows, for `call_with`: returns its record.
 
         Args:
             name, options: As for `call`.
             step: The step that it belongs to.
+            place: Its place, one of `JointPlaces.later`. Default: that of the whole; it is sent at once.
+            beside: Whether the ranks execute it beside those that have an order.
         """
-        place = Place(self.ranks, [], self.session.timeout_s)
+        place = place or Place(self.ranks, [], self.session.timeout_s)
         header = self.session.header(step, self.name, name)
-        call = GroupCall(self._callee, self._methods[name], header, FutureBatch(0, {}), options, step, place)
+        call = GroupCall(
+            self._callee, self._methods[name], header, FutureBatch(0, {}), options, step, place, beside=beside
+        )
         _, record = await call.run(self.running)
         return record
 
     def _move(self, name: str, step: StepContext, moved: Sequence[Future[Any]]) -> Future[Any]:
         """Starts `offload` or `onload` before another call of a step. `moved`: as of a `GroupCall`. Does not wait."""
-        place = self._placement.enter(self._devices, self.ranks, 2 * self.session.time_of(name) + LATE_S)
+        place = self._placement.enter(self._devices, self.ranks, longest_time(self.session, name))
         header = self.session.header(step, self.name, name)
-        call = GroupCall(
-            self._callee, self._methods[name], header, FutureBatch(0, {}), {}, step, place, moved
-        )
+        method, nothing = self._methods[name], FutureBatch(0, {})
+        call = GroupCall(self._callee, method, header, nothing, {}, step, place, moved)
         result = self._loop.start(call.run(self.running))
         step.made(result)
         return result
+
+
+class RoleGroup(CallingGroup):
+    """All ranks of one service in one of its roles, with the methods that every role serves. A method starts a call on
+    all ranks and returns without waiting: a batch of futures, without columns unless it says which.
+    """
 
     async def cancel_all(self) -> None:
         """Coroutine that asks all ranks to cancel the running calls of this group, and waits for the responses to
@@ -306,27 +345,9 @@ def _begun(begin: Callable[[], Future[T]], step: StepContext, lateness: int) -> 
     return result
 
 
-async def _in_place(
-    place: Place,
-    moved: Sequence[Future[tuple[Batch, CallRecord]]],
-    calls: Callable[[StepContext], Coroutine[Any, Any, CallRecord]],
-    step: StepContext,
-) -> CallRecord:
-    """Waits until it is the turn of `place`, makes the calls, and leaves it. `moved`: as of a `GroupCall`. Raises
-    DeadlineExceeded where the calls before take longer than they may."""
-    try:
-        try:
-            async with asyncio.timeout(place.patience_s):
-                moves = await awaited([*moved, *place.first])
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"waited {place.patience_s:g} s for the calls before on the same devices to end"
-            ) from error
-        place.was_sent()
-        whole = await calls(step)
-        return replace(whole, parts=(*(record for _, record in moves[: len(moved)]), *whole.parts))
-    finally:
-        place.leave()
+def longest_time(session: Session, name: str) -> float:
+    """Returns the longest time, in seconds, of a call of a method after the calls before it have ended."""
+    return 2 * session.time_of(name) + LATE_S
 
 
 def inputs_of(service: str, method: Method, batch: FutureBatch) -> FutureBatch:
@@ -338,11 +359,3 @@ def inputs_of(service: str, method: Method, batch: FutureBatch) -> FutureBatch:
             f"{service}.{method.snake_name} needs columns {missing}; the batch has {sorted(batch.columns)}"
         )
     return batch.select([c for c in (*method.inputs, *method.optional_inputs) if c in batch])
-
-
-def _column_of(result: Future[tuple[Batch, CallRecord]], name: str) -> Future[Column]:
-    return then(result, lambda made: made[0][name])
-
-
-def _record_of(result: Future[tuple[Batch, CallRecord]]) -> Future[CallRecord]:
-    return then(result, lambda made: made[1])

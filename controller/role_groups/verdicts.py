@@ -18,6 +18,7 @@ from rlhf.errors import InvalidRequest, RewardFailed
 from rlhf.v1 import common_pb2, reward_pb2
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+MIXED = "some rows have one score and others a score per token"
 
 
 class RewardCodec(BatchCodec):
@@ -64,6 +65,30 @@ class RewardCodec(BatchCodec):
         errors = [failure_of(score) for score in scores]
         return Batch.of(rewards=rewards_of(scores, self._service), reward_errors=errors)
 
+    def joined(self, name: str, chunks: Sequence[Column]) -> Column:
+        """Concatenates a column of chunks, as `BatchCodec.joined` does. For `rewards`, raises RewardFailed where some
+        rows have one score and others a score per token."""
+        if name != "rewards":
+            return super().joined(name, chunks)
+        if any(isinstance(chunk, LocalColumn) and isinstance(chunk.values, Jagged) for chunk in chunks):
+            chunks = [_per_token(chunk, self._service) for chunk in chunks]
+        return super().joined(name, chunks)
+
+
+def _per_token(rewards: Column, service: str) -> Column:
+    """Returns the rewards of a chunk as scores per token, of which rows that were not scored have none: where all rows
+    of a chunk are such, it does not say which kind of scores the service gives.
+
+    Raises:
+        RewardFailed: A row has one score.
+    """
+    assert isinstance(rewards, LocalColumn), "verdicts are in the response itself"
+    if isinstance(rewards.values, np.ndarray):
+        if not np.isnan(rewards.values).all():
+            raise RewardFailed(f"{service}: {MIXED}")
+        return LocalColumn(Jagged(np.empty(0), np.zeros(rewards.rows, np.int64)))
+    return rewards
+
 
 def text_rows(part: Batch) -> list[reward_pb2.TextRow]:
     """Makes one TextRow per row of a batch, from the columns that the controller holds; columns that ranks hold are
@@ -101,7 +126,7 @@ def rewards_of(scores: list[reward_pb2.RowScore], service: str) -> np.ndarray | 
         ]
         return Jagged(np.concatenate(per_row), np.asarray([len(row) for row in per_row], np.int64))
     if kinds - {"score"}:
-        raise RewardFailed(f"{service}: some rows have one score and others a score per token")
+        raise RewardFailed(f"{service}: {MIXED}")
     values = (np.nan if is_bad else score.score for score, is_bad in zip(scores, failed, strict=True))
     return np.fromiter(values, np.float64, len(scores))
 

@@ -80,13 +80,14 @@ class Durations:
 
 @dataclass(frozen=True, order=True)
 class TimedCall:
-    """A call of a timeline. Times are in seconds since its begin."""
+    """A call of a timeline, or one of several chunks of its rows, by number. Times are in seconds since its begin."""
 
     start: float
     end: float
     service: str
     method: str
     step: int
+    chunk: int = 0
 
 
 def measured(run_dir: Path, services: Sequence[str]) -> Durations:
@@ -102,14 +103,14 @@ def measured(run_dir: Path, services: Sequence[str]) -> Durations:
         ConfigError: The directory has no timeline, or one without calls of these services.
     """
     calls = timed_calls(run_dir)
-    pauses = _pauses(calls)
-    simulated = [number for number, call in enumerate(calls) if call.service in services and call.step]
-    if not simulated:
+    seconds, pauses = [], []
+    for call, pause in zip(calls, _pauses(calls), strict=True):
+        if call.service in services and call.step:
+            seconds.append((call, call.end - call.start))
+            pauses += [] if call.chunk else [(call, pause)]
+    if not seconds:
         raise ConfigError(f"--times {run_dir}: no call of {', '.join(services)} is in its timeline")
-    return Durations(
-        _call_times((calls[number], calls[number].end - calls[number].start) for number in simulated),
-        _call_times((calls[number], pauses[number]) for number in simulated),
-    )
+    return Durations(_call_times(seconds), _call_times(pauses))
 
 
 def _pauses(calls: Sequence[TimedCall]) -> list[float]:
@@ -123,10 +124,15 @@ def _pauses(calls: Sequence[TimedCall]) -> list[float]:
 
 
 def _call_times(times: Iterable[tuple[TimedCall, float]]) -> CallTimes:
-    """Returns the times of calls by step; the usual ones are medians over the steps but the first."""
+    """Returns the times of calls by step, of chunks together; the usual ones are medians over the steps but the
+    first."""
     of_step: dict[int, dict[ServiceMethod, list[float]]] = defaultdict(lambda: defaultdict(list))
     for call, seconds in times:
-        of_step[call.step][call.service, call.method].append(seconds)
+        found = of_step[call.step][call.service, call.method]
+        if call.chunk and found:
+            found[-1] += seconds
+        else:
+            found.append(seconds)
     steps = {step: dict(found) for step, found in of_step.items()}
     warm = [found for step, found in sorted(steps.items()) if step > 1] or list(steps.values())
     usual = {}
@@ -163,4 +169,5 @@ def _calls_of(events: Sequence[Mapping[str, Any]]) -> Iterator[TimedCall]:
         if event["ph"] == "X" and event["cat"] == "controller":
             service, step = tracks[event["pid"], event["tid"]], int(event["args"]["step"])
             start, end = event["ts"], event["ts"] + event["dur"]
-            yield TimedCall(start * 1e-6, end * 1e-6, service, event["name"], step)
+            chunk = int(event["args"].get("chunk", 0))
+            yield TimedCall(start * 1e-6, end * 1e-6, service, event["name"], step, chunk)

@@ -82,12 +82,15 @@ class SimulatedService:
         return request, lengths
 
     def seconds(self, method: str, call: common_pb2.Call, rank: int) -> float:
-        """Returns the seconds that a rank takes for a call."""
+        """Returns the seconds that a rank takes for a call; for one of several chunks, an equal share of those of the
+        whole."""
         found = (self.durations.seconds(name, method, call.step, call.ordinal, rank) for name in self.names)
-        return max(found)
+        return max(found) / max(call.chunks, 1)
 
     def pause_s(self, method: str, call: common_pb2.Call) -> float:
-        """Returns the seconds that the controller works before a call can begin."""
+        """Returns the seconds that the controller works before a call can begin; 0 for chunks after the first."""
+        if call.chunk:
+            return 0.0
         found = (self.durations.pauses.find(name, method, call.step, call.ordinal) for name in self.names)
         return max(seconds or 0.0 for seconds in found)
 
@@ -136,7 +139,8 @@ class SimulatedService:
         if lengths is None:
             numbers = wire.row_numbers(request.batch)
             lengths = drawn_lengths(self._responses, numbers, (call.seed, call.step, call.ordinal))
-        holder, first = self.endpoints[rank], 1000 * (call.step * 100 + call.ordinal) + len(method.name)
+        place = (call.step * 100 + call.ordinal) * 100 + call.chunk
+        holder, first = self.endpoints[rank], 1000 * place + len(method.name)
         columns = {}
         for number, name in enumerate(method.outputs, start=first):
             if name == "response" and not getattr(request, "return_text", True):

@@ -88,7 +88,7 @@ class _Notes:
             self.trace.metrics.append(dict(metrics))
 
     def calls(self, step: int, records: Iterable[CallRecord]) -> None:
-        for each in records:
+        for each in (sent for record in records for sent in record.sent):
             self.trace.calls.append(SeenCall(step, each.service, each.method, each.started_s, each.ended_s))
 
     def samples(self, step: int, rows: object) -> None: ...
@@ -252,9 +252,10 @@ def _service(
 def _mesh(table: ServiceTable) -> Mesh:
     """Returns the mesh of a service's ranks; all are data ranks where the table has none."""
     training = getattr(table, "mesh", "")
+    generation = generation_sizes(getattr(table, "generation_mesh", ""), training)
     if not training:
-        return Mesh(1, 1, table.ranks)
-    return Mesh(*parse(training), *generation_sizes(getattr(table, "generation_mesh", ""), training))
+        return Mesh(1, 1, table.ranks, *generation, usual_order=generation != (1, 1))
+    return Mesh(*parse(training), *generation)
 
 
 def _input_form(table: ServiceTable) -> Any:

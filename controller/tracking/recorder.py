@@ -128,11 +128,13 @@ class Recorder:
 
     def calls(self, step: int, records: Iterable[CallRecord]) -> None:
         """Writes the calls of a step to the timeline: each call on the controller's track of its service, and its
-        phases (queue, fetch, compute, store) on the track of each rank. Services that take turns in the memory of
-        devices have a track each that shows when they were offloaded. Raises RlhfError where writing fails."""
-        for record in records:
+        phases (queue, fetch, compute, store) on the track of each rank. A call whose rows were sent in chunks is as
+        many calls. Services that take turns in the memory of devices have a track each that shows when they were
+        offloaded. Raises RlhfError where writing fails."""
+        for record, chunk in ((sent, number) for each in records for number, sent in enumerate(each.sent)):
             self._residency(record, step)
             args = {"step": step, "policy_version": record.policy_version}
+            args |= {"chunk": chunk} if chunk else {}
             track = ("controller", record.service)
             self._timeline.add(track, record.method, record.started_s, record.ended_s, args)
             for rank, response in enumerate(record.responses):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from client.session import StepContext
 from controller.config.config import Config
+from controller.role_groups.chunks import chunk_sizes
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
 from controller.role_groups.roles import (
@@ -21,6 +22,7 @@ from controller.role_groups.roles import (
 from controller.role_groups.weights import sync_weights
 from controller.training.losses import policy_loss, value_loss
 from controller.training.parity import DriftCheck
+from controller.training.scoring import groups_of
 from controller.training.staleness import with_version
 from rlhf.v1 import actor_pb2
 
@@ -45,7 +47,8 @@ class Rollout:
     def generate_sequences(
         self, prompts: FutureBatch, *, greedy: bool = False, return_text: bool | None = None
     ) -> FutureBatch:
-        """Generates one response to each row of column prompt, with the sampling options of the config.
+        """Generates one response to each row of column prompt, with the sampling options of the config, in
+        `rollout.chunks` calls unless they are greedy.
 
         Args:
             prompts: Rows with column prompt.
@@ -69,6 +72,8 @@ class Rollout:
         with_text = self._returns_text if return_text is None else return_text
         # A greedy response is a baseline or an evaluation, which is of one version.
         segments = 1 if greedy else rollout.segments
+        if rollout.chunks > 1 and not greedy:
+            prompts = prompts.in_chunks(chunk_sizes(groups_of(prompts), rollout.chunks))
         made = self.group.generate_sequences(prompts, sampling, return_text=with_text, segments=segments)
         return with_version(made) if self._config.run.ahead else made
 

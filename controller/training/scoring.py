@@ -101,6 +101,16 @@ def with_groups(batch: FutureBatch) -> FutureBatch:
     return batch | FutureBatch.of(group=np.arange(batch.rows, dtype=np.uint64) + FIRST_LONE_GROUP)
 
 
+def groups_of(batch: FutureBatch) -> np.ndarray:
+    """Returns the number of each row's group [rows]; see `with_groups`. Waits for the column that has them only where
+    it is not there, as that of a step's prompts is."""
+    grouped = with_groups(batch)
+    column = grouped["group"]
+    values = column.result() if column.done() else grouped.result(["group"])["group"]
+    assert isinstance(values, LocalColumn), "the controller numbers prompts"
+    return np.asarray(values.values)
+
+
 def verdicts_of(column: Column) -> list[Verdict]:
     """Returns the verdicts in a local column "rewards", one per row: a score, or an array of one score per token."""
     assert isinstance(column, LocalColumn), "verdicts are in the response itself"

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.simulation import many_ranks
+from client import waiting
 from client.waiting import counting, settle
 from controller.algorithms import find_algorithm
 from controller.config.config import Config, load
@@ -83,6 +84,23 @@ def test_steps_ahead_overlap_and_are_stale() -> None:
     assert [metrics["staleness/max"] for metrics in trace.metrics] == [0, 1, 1, 1, 1, 1]
     generated, updated = calls(trace, 4)["actor.generate_sequences"], calls(trace, 3)["actor.update_actor"]
     assert generated[0] < updated[0]
+
+
+def test_rewards_and_forward_passes_of_a_chunk_start_while_the_next_is_generated(tmp_path: Path) -> None:
+    trace = trace_of("ppo", "rollout.chunks=4")
+    # Only the actor's own log-probabilities wait for all chunks. A chunk takes a quarter of the time of the whole.
+    assert [metrics["time/step_s"] for metrics in trace.metrics] == pytest.approx([4 + 1 + 7] * 3)
+    scored = [c for c in trace.calls if c.step == 1 and c.method == "compute_reward"]
+    assert [call.start for call in scored] == pytest.approx([1.0, 2.0, 3.0, 4.0])
+    assert [call.end - call.start for call in scored] == pytest.approx([0.75] * 4)
+    assert len([c for c in trace.calls if c.step == 1 and c.method == "update_actor"]) == 1
+    timeline = Timeline(tmp_path, 0.0)
+    for number, call in enumerate(c for c in trace.calls if c.method == "compute_reward"):
+        args = {"step": call.step, **({"chunk": number % 4} if number % 4 else {})}
+        timeline.add(("controller", call.service), call.method, call.start, call.end, args)
+    timeline.close()
+    found = measured(tmp_path, ["reward"])
+    assert found.calls.usual["reward", "compute_reward"] == pytest.approx([3.0])
 
 
 def check_repeats(name: str, ahead: int) -> None:
@@ -195,19 +213,6 @@ def shares(trace: Trace, devices: Mapping[str, frozenset[str]], step: int) -> tu
     return together / (end - start), 1 - busy / ((end - start) * len(every))
 
 
-def test_a_thread_that_outlives_its_simulation_is_not_counted_in_the_next() -> None:
-    may_end = threading.Event()
-    with counting():
-        late = on_thread(may_end.wait, "late")
-    with counting() as following:
-        threads = [each for each in threading.enumerate() if each.name == "late"]
-        may_end.set()
-        assert late.result(5)
-        for thread in threads:
-            thread.join(5)
-        assert following._count == 1
-
-
 @pytest.mark.parametrize("settings", [(), ("placement='split'",), ("run.ahead=1",)], ids=str)
 def test_metrics_have_the_shares_of_overlap_and_waiting_of_the_trace(settings: tuple[str, ...]) -> None:
     durations = Durations(CallTimes(SECONDS), spread=0.3, seed=7)
@@ -218,6 +223,28 @@ def test_metrics_have_the_shares_of_overlap_and_waiting_of_the_trace(settings: t
         overlap, idle = shares(trace, devices, step)
         assert metrics["time/overlap_share"] == pytest.approx(overlap, abs=1e-3)
         assert metrics["time/idle_share"] == pytest.approx(idle, abs=1e-3)
+
+
+def test_a_thread_that_executes_for_ever_ends_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "EXECUTES_S", 0.05)
+    with counting() as threads:
+        threads.begin()  # stands for a thread that never waits
+        loop = Loop(VirtualTimeLoop(threads))
+        with pytest.raises(DeadlineExceeded, match=r"stuck: a thread has executed for 0.05 s without a wait"):
+            settle([promise()])
+        loop.close()
+
+
+def test_a_thread_of_an_earlier_simulation_is_not_counted_in_the_next() -> None:
+    goes_on = threading.Event()
+    with counting():
+        ended = on_thread(lambda: goes_on.wait(20), "left over")
+        (thread,) = (each for each in threading.enumerate() if each.name == "left over")
+    with counting() as threads:
+        goes_on.set()
+        thread.join(20)
+        assert ended.result(0)
+        assert threads._count == 1, "this thread"
 
 
 def test_the_command_prints_a_timeline(tmp_path: Path) -> None:
