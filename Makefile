@@ -103,6 +103,9 @@ bench: setup ## Run the benchmarks; figures go to a directory for this maker of 
 	$(BIN)/python -m benchmarks.end_to_end --json $(RESULTS)/end_to_end.json
 	$(BIN)/python -m benchmarks.checkpoint --json $(RESULTS)/checkpoint.json
 	$(BIN)/python -m benchmarks.overlap --json $(RESULTS)/overlap.json
+	$(BIN)/python -m benchmarks.simulation --json $(RESULTS)/simulation.json
+	$(BIN)/python -m benchmarks.probe --json $(RESULTS)/probe.json
+	$(BIN)/python -m benchmarks.plan --json $(RESULTS)/plan.json
 	$(BIN)/python -m benchmarks.placements --json $(RESULTS)/placements.json
 	$(BIN)/python -m benchmarks.staleness --json $(RESULTS)/staleness.json
 	$(BIN)/python -m benchmarks.false_alarms --json $(RESULTS)/false_alarms.json

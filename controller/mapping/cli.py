@@ -26,15 +26,16 @@ from controller.mapping.devices import DeviceGroup, built_in_devices, device_gro
 from controller.mapping.explain import comparison, misfits, why_nothing_fits
 from controller.mapping.mapper import find_plan, named_plans
 from controller.mapping.output import planned_config
+from controller.mapping.probe import probe_lines, probe_services, probe_table
 from controller.mapping.problem import Problem
 from controller.mapping.record import record_dataflow
 from controller.mapping.report import placements_table, plan_table, summary, timeline_page
 from controller.mapping.workload import LengthShares, Workload, workload_of
-from controller.simulation.durations import Durations, measured
+from controller.simulation.durations import CallTimes, Durations, measured
 from controller.simulation.report import steps_table, timeline_lines
 from controller.simulation.report import summary as simulation_summary
 from controller.simulation.run import simulate_run
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, RlhfError
 from settings.strict import override, read_toml
 
 NOTHING_FITS, USAGE_ERROR = 1, 2
@@ -57,18 +58,21 @@ class Asked:
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-_COMMON: tuple[Decorator, ...] = (
+_CONFIGURED: tuple[Decorator, ...] = (
     click.argument("config_path", metavar="CONFIG", type=click.Path(path_type=Path)),
     click.option("--algo", default="ppo", show_default=True, help="Algorithm, as of rlhf-controller."),
     click.option(
         "--per-machine", default=8, show_default=True, type=click.IntRange(1), help="Devices of one."
     ),
     click.option("--table", type=click.Path(path_type=Path), help="TOML file with further devices."),
-    click.option("--prompts", metavar="LENGTHS", help="Tokens of prompts: N, or N:WEIGHT,N:WEIGHT."),
-    click.option("--responses", metavar="LENGTHS", help="The same of responses."),
     click.option(
         "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config."
     ),
+)
+_COMMON: tuple[Decorator, ...] = (
+    *_CONFIGURED,
+    click.option("--prompts", metavar="LENGTHS", help="Tokens of prompts: N, or N:WEIGHT,N:WEIGHT."),
+    click.option("--responses", metavar="LENGTHS", help="The same of responses."),
 )
 _SEARCHED: tuple[Decorator, ...] = (
     *_COMMON,
@@ -189,7 +193,8 @@ def simulate(
             more = read_devices(given["table"]) if given["table"] else {}
             group = device_group(kind or "", given["per_machine"], more)
             models = models_of(config, record_dataflow(algorithm, config)).models
-            durations = Durations(described_calls(config, Problem(models, workload, (group,)), group), {})
+            described = described_calls(config, Problem(models, workload, (group,)), group)
+            durations = Durations(CallTimes(described))
         durations = replace(durations, spread=spread, seed=config.run.seed)
         trace = simulate_run(
             config, algorithm, durations, workload.prompts.shares, workload.responses.shares, steps
@@ -198,6 +203,29 @@ def simulate(
             click.echo(line)
         _console().print(steps_table(trace))
         click.echo(simulation_summary(trace))
+
+
+@main.command()
+@_options(*_CONFIGURED)
+@click.option(
+    "--devices", "kind", required=True, metavar="KIND:COUNT", help="Devices that the services run on."
+)
+@click.option("--launch", is_flag=True, help="Start the services of the config, and stop them at the end.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the calibrated table here.")
+def probe(kind: str, launch: bool, output: Path | None, **given: Any) -> None:
+    """Time calls of the running services of CONFIG, and fit the constants of their devices to them. Begins a session of
+    its own: refused while a run has the services."""
+    with _errors_shown():
+        algorithm = algorithms.find_algorithm(given["algo"])
+        config = load(given["config_path"], given["settings"])
+        more = read_devices(given["table"]) if given["table"] else {}
+        group = device_group(kind, given["per_machine"], more)
+        probed = probe_services(config, algorithm, group, launch=launch)
+        _console().print(probe_table(probed))
+        for line in probe_lines(probed):
+            click.echo(line)
+        if output is not None:
+            _write(output, probed.text)
 
 
 @main.command()
@@ -261,12 +289,16 @@ class _DoesNotFit(Exception):
 
 @contextlib.contextmanager
 def _errors_shown() -> Iterator[None]:
-    """Shows what is wrong with the input in one line, and ends with exit code 2; with 1 where nothing fits."""
+    """Shows what is wrong with the input in one line, and ends with exit code 2; with 1 where nothing fits, or services
+    fail."""
     try:
         yield
     except ConfigError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(USAGE_ERROR)
+    except RlhfError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(NOTHING_FITS)
     except _DoesNotFit as error:
         for line in error.args[0]:
             click.echo(f"error: {line}", err=True)

@@ -118,14 +118,18 @@ def described_calls(
         site = Site(group, group.alignment(pool.count))
         for number in pool.models:
             model = on(problem.models[number], group)
-            together = _together(model, problem.workload)
-            times = call_times(model, model.use, site, problem.workload, together)
+            times = described_times(model, site, problem.workload)
             for call, seconds in zip(model.calls, times, strict=True):
                 method = call.method
                 if call.kind == "sync":
                     method = "send_weights" if model.use.learns else "load_weights"
                 found.setdefault((call.service, method), []).append(seconds)
     return found
+
+
+def described_times(model: Model, site: Site, workload: Workload) -> list[float]:
+    """Returns the seconds of each of a model's calls, in order, in the layout that its use describes."""
+    return call_times(model, model.use, site, workload, _together(model, workload))
 
 
 def _together(model: Model, workload: Workload) -> int:

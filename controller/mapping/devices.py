@@ -45,6 +45,8 @@ class DeviceTable(Strict):
     """Bandwidth between device and host memory, one direction, in 10^9 bytes per second."""
     launch_us: NotNegative
     """Time to start one kernel, in microseconds."""
+    call_us: NotNegative = 0.0
+    """Time of a call beside computation, in microseconds: request, fetch of rows, response."""
 
 
 @dataclass(frozen=True)

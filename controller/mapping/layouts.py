@@ -18,6 +18,7 @@ from controller.mapping.simulate import (
     Site,
     generation_s,
     inference_s,
+    overhead_s,
     rows_together,
     sync_s,
     training_s,
@@ -260,7 +261,7 @@ def _times(model: Model, use: ModelUse, site: Site, workload: Workload) -> list[
 
 def _call_s(call: Call, model: Model, use: ModelUse, site: Site, workload: Workload) -> float:
     """Returns the seconds of a call with the fetch of its columns; of generation, of the fetch alone."""
-    fetch = _transfer_s(call, use, site, workload)
+    fetch = overhead_s(use, site) + _transfer_s(call, use, site, workload)
     if call.kind == "inference" and call.method != "tokenize":
         return fetch + inference_s(use, site, call.rows, workload)
     if call.kind == "training":

@@ -22,6 +22,11 @@ from settings.memory.use import FLOAT32, ModelUse
 OPTIMIZER_BYTES = 28
 """Bytes that AdamW reads and writes per parameter: weight, gradient and both moments are read, all but the gradient
 written, in float32."""
+OPTIMIZER_KERNELS = 4
+"""Kernels for each weight tensor in an optimizer step: norm and scaling of its gradient, AdamW, freeing."""
+AGREEMENTS_OF_CALL, AGREEMENTS_OF_STEP = 3, 4
+"""Small collectives by which ranks agree that they begin a call, whether to stop, and that it has succeeded; and in an
+optimizer step on the number of micro-batches, on the loss, on the norm of the gradients and on metrics."""
 SNAPSHOT_BYTES = 12
 """Bytes per parameter of the copy of weights and moments in float32."""
 
@@ -41,21 +46,31 @@ class Site:
     def all_reduce(self, nbytes: float, parts: int, span: int, beside: int = 1) -> float:
         """Returns the seconds of a ring all-reduce of `nbytes` over `parts` ranks, out of `span` consecutive ones; see
         `DeviceGroup.link` on `beside`."""
-        return 2 * self.all_gather(nbytes, parts, span, beside) - self._start(parts)
+        return 2 * self.all_gather(nbytes, parts, span, beside) - self.start(parts)
 
-    def all_gather(self, nbytes: float, parts: int, span: int, beside: int = 1) -> float:
-        """Returns the seconds of a ring all-gather, or reduce-scatter, of `nbytes` in all."""
+    def all_gather(self, nbytes: float, parts: int, span: int, beside: int = 1, pieces: float = 1) -> float:
+        """Returns the seconds of a ring all-gather, or reduce-scatter, of `nbytes` in all, in `pieces` collectives."""
         if parts == 1:
             return 0.0
         bandwidth, latency = self.group.link(span, beside, self.alignment)
-        return self._start(parts) + (parts - 1) * (latency + nbytes / parts / bandwidth)
+        return pieces * self.start(parts) + (parts - 1) * (pieces * latency + nbytes / parts / bandwidth)
+
+    def overlapped(self, computing: float, moving: float) -> float:
+        """Returns the seconds of computation and of collectives that do not depend on each other. On a CPU they add up:
+        the device is a core, which also moves the messages."""
+        return max(computing, moving) if self.group.on_gpu else computing + moving
+
+    def starting(self, kernels: float) -> float:
+        """Returns the seconds to start kernels."""
+        return kernels * self.group.table.launch_us * 1e-6
 
     def send(self, nbytes: float, span: int, beside: int = 1) -> float:
         """Returns the seconds to send `nbytes` to a rank at most `span` away."""
         bandwidth, latency = self.group.link(span, beside, self.alignment)
         return latency + nbytes / bandwidth
 
-    def _start(self, parts: int) -> float:
+    def start(self, parts: int) -> float:
+        """Returns the seconds of a collective of `parts` ranks beside its messages."""
         return self.group.table.collective_us * 1e-6 if parts > 1 else 0.0
 
 
@@ -68,24 +83,29 @@ class MicroBatchTimes:
         tensor: All-reduces over the tensor-parallel ranks.
         gather: All-gather of sharded weights, beside computation.
         hand_over: Sending hidden states to the next stage.
+        launches: Starting kernels.
+        site: Devices.
     """
 
     compute: float
     tensor: float
     gather: float
     hand_over: float
+    launches: float
+    site: Site
 
     @property
     def forward(self) -> float:
         """Seconds of a forward pass."""
-        return max(self.compute, self.gather) + self.tensor + self.hand_over
+        return self.site.overlapped(self.compute, self.gather) + self.tensor + self.hand_over + self.launches
 
     def backward(self, *, recomputes: bool, reduce_s: float) -> float:
-        """Returns the seconds of a backward pass: twice the products, with the forward pass again where activations are
-        recomputed; gradients of sharded weights are reduced beside it, in `reduce_s`."""
+        """Returns the seconds of a backward pass: twice the products and kernels, with the forward pass again where
+        activations are recomputed; gradients of sharded weights are reduced beside it, in `reduce_s`."""
         times = 3 if recomputes else 2
         tensor = (2 if recomputes else 1) * self.tensor
-        return max(times * self.compute, self.gather + reduce_s) + tensor + self.hand_over
+        computing = self.site.overlapped(times * self.compute, self.gather + reduce_s)
+        return computing + tensor + self.hand_over + times * self.launches
 
 
 def is_sharded_over_data(use: ModelUse) -> bool:
@@ -104,9 +124,10 @@ def micro_batch(use: ModelUse, site: Site, rows: float, workload: Workload) -> M
     reduces = 2 * shape.layers / pipeline * site.all_reduce(hidden, tensor, tensor)
     gather = 0.0
     if is_sharded_over_data(use):
-        gather = site.all_gather(weights, data, use.ranks, pipeline * tensor)
+        gather = site.all_gather(weights, data, use.ranks, pipeline * tensor, _units(use))
     hand_over = site.send(hidden, pipeline * tensor, tensor) if pipeline > 1 else 0.0
-    return MicroBatchTimes(compute, reduces, gather, hand_over)
+    launches = site.starting(KERNELS_PER_LAYER * shape.layers / pipeline)
+    return MicroBatchTimes(compute, reduces, gather, hand_over, launches, site)
 
 
 def inference_s(use: ModelUse, site: Site, rows: int, workload: Workload) -> float:
@@ -126,14 +147,26 @@ def training_s(use: ModelUse, site: Site, rows: int, workload: Workload, *, is_c
     gradients = FLOAT32 * trained / (pipeline * tensor)
     span, beside = use.ranks, pipeline * tensor
     is_sharded = is_sharded_over_data(use)
-    reduce_s = site.all_gather(gradients, data, span, beside) if is_sharded else 0.0
+    reduce_s = site.all_gather(gradients, data, span, beside, _units(use)) if is_sharded else 0.0
     backward = batch.backward(recomputes=use.activation_checkpointing, reduce_s=reduce_s)
     passes = (count + pipeline - 1) * (batch.forward + backward)
     replicas = 0.0 if is_sharded else site.all_reduce(gradients, data, span, beside)
     kept = trained / (pipeline * tensor) / (data if is_sharded else 1)
     optimizer = OPTIMIZER_BYTES * kept / site.group.bandwidth
+    optimizer += site.starting(OPTIMIZER_KERNELS * _tensors(use)) + AGREEMENTS_OF_STEP * site.start(use.ranks)
     snapshot = SNAPSHOT_BYTES * kept / (site.group.table.host_gb * GB)
     return steps * (passes + replicas + optimizer) + (snapshot if workload.snapshots and steps > 1 else 0.0)
+
+
+def _units(use: ModelUse) -> float:
+    """Returns the number of collectives that gather the sharded weights of a stage: one for each layer, and one for
+    embedding, last norm and head."""
+    return use.shape.layers / use.mesh[0] + 1
+
+
+def _tensors(use: ModelUse) -> float:
+    """Returns the number of weight tensors of a stage: those of its layers, and embedding, last norm and head."""
+    return use.shape.layers / use.mesh[0] * len(use.shape.layer) + 3
 
 
 def _cut(use: ModelUse, rows: int, workload: Workload) -> tuple[float, int]:
@@ -209,8 +242,7 @@ def _layers_s(use: ModelUse, site: Site, tokens: float) -> float:
     hidden = tokens * use.shape.hidden * use.itemsize
     reduces = 2 * use.shape.layers * site.all_reduce(hidden, rollout.tensor, use.mesh[1])
     sends = (rollout.pipeline - 1) * site.send(hidden, use.mesh[0] * use.mesh[1], rollout.tensor)
-    launches = KERNELS_PER_LAYER * use.shape.layers * site.group.table.launch_us * 1e-6
-    return reduces + sends + launches
+    return reduces + sends + site.starting(KERNELS_PER_LAYER * use.shape.layers)
 
 
 def transition_s(use: ModelUse, site: Site) -> float:
@@ -227,7 +259,13 @@ def transition_s(use: ModelUse, site: Site) -> float:
     if wanted <= held:
         return 0.0
     span = use.ranks if is_sharded_over_data(use) else pipeline * tensor
-    return site.send((wanted - held) * model, span, site.group.per_machine)
+    moved = site.send((wanted - held) * model, span, site.group.per_machine)
+    return moved + _tensors(use) * site.start(2)
+
+
+def overhead_s(use: ModelUse, site: Site) -> float:
+    """Returns the seconds of a call beside its work: request, fetch and store of rows, and agreements of its ranks."""
+    return site.group.table.call_us * 1e-6 + AGREEMENTS_OF_CALL * site.start(use.ranks)
 
 
 def sync_s(use: ModelUse, site: Site) -> float:

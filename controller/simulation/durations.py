@@ -6,9 +6,10 @@ import math
 import random
 import re
 import zlib
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,20 +24,39 @@ LEAST_S = 1e-6
 
 
 @dataclass(frozen=True)
+class CallTimes:
+    """A time in seconds of each call of a run.
+
+    Attributes:
+        usual: Times of the calls of a method in a step, in their order; later calls take the last of them.
+        of_step: The same by number of the step, for steps that were measured.
+    """
+
+    usual: Mapping[ServiceMethod, Sequence[float]] = field(default_factory=dict)
+    of_step: Mapping[int, Mapping[ServiceMethod, Sequence[float]]] = field(default_factory=dict)
+
+    def find(self, service: str, method: str, step: int, ordinal: int) -> float | None:
+        """Returns the time of call number `ordinal`, from 0, of a method in a step; None where it is not known."""
+        key = service, method
+        found = self.of_step.get(step, {}).get(key) or self.usual.get(key)
+        return found[min(ordinal, len(found) - 1)] if found else None
+
+
+@dataclass(frozen=True)
 class Durations:
     """Durations of the calls of a run.
 
     Attributes:
-        usual: Seconds of the calls of a method in a step, in their order; later calls take as long as the last of them.
-            Calls of other methods take `LEAST_S`.
-        of_step: The same by number of the step, for steps that were measured.
+        calls: Seconds of each call. Calls of other methods take `LEAST_S`.
+        pauses: Seconds from the end of another call, on which a call can begin, to its begin: the work of the
+            controller. Calls of other methods begin at once.
         spread: Standard deviation of the logarithm of a rank's share: each rank takes exp(spread * z) times as long,
             where z is normal and depends on the seed, the call and the rank alone.
         seed: Seed of the spread.
     """
 
-    usual: Mapping[ServiceMethod, Sequence[float]]
-    of_step: Mapping[int, Mapping[ServiceMethod, Sequence[float]]]
+    calls: CallTimes
+    pauses: CallTimes = CallTimes()
     spread: float = 0.0
     seed: int = 0
 
@@ -49,20 +69,31 @@ class Durations:
             ordinal: Number of the call of this method in the step, from 0.
             rank: The rank.
         """
-        key = service, method
-        found = self.of_step.get(step, {}).get(key) or self.usual.get(key)
-        if not found:
+        seconds = self.calls.find(service, method, step, ordinal)
+        if not seconds:
             return LEAST_S
-        seconds = found[min(ordinal, len(found) - 1)]
         if not self.spread:
             return seconds
         number = zlib.crc32(repr((self.seed, service, method, step, ordinal, rank)).encode())
         return seconds * math.exp(self.spread * random.Random(number).gauss())
 
 
+@dataclass(frozen=True, order=True)
+class TimedCall:
+    """A call of a timeline, or one of several chunks of its rows, by number. Times are in seconds since its begin."""
+
+    start: float
+    end: float
+    service: str
+    method: str
+    step: int
+    chunk: int = 0
+
+
 def measured(run_dir: Path, services: Sequence[str]) -> Durations:
     """Returns the durations that the timeline of a run has, from the begin of a call on its first rank to the response
-    of its last. A step that was not measured gets the median of the others but the first.
+    of its last, and the pauses before calls: from the last end of another call. A step that was not measured gets the
+    median of the others but the first.
 
     Args:
         run_dir: Directory of the run.
@@ -71,27 +102,52 @@ def measured(run_dir: Path, services: Sequence[str]) -> Durations:
     Raises:
         ConfigError: The directory has no timeline, or one without calls of these services.
     """
-    of_step: dict[int, dict[ServiceMethod, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for service, method, step, seconds in _calls(run_dir):
-        if service in services:
-            of_step[step][service, method].append(seconds)
-    steps = {step: dict(calls) for step, calls in of_step.items() if step}
-    if not steps:
+    calls = timed_calls(run_dir)
+    seconds, pauses = [], []
+    for call, pause in zip(calls, _pauses(calls), strict=True):
+        if call.service in services and call.step:
+            seconds.append((call, call.end - call.start))
+            pauses += [] if call.chunk else [(call, pause)]
+    if not seconds:
         raise ConfigError(f"--times {run_dir}: no call of {', '.join(services)} is in its timeline")
-    warm = [calls for step, calls in sorted(steps.items()) if step > 1] or list(steps.values())
+    return Durations(_call_times(seconds), _call_times(pauses))
+
+
+def _pauses(calls: Sequence[TimedCall]) -> list[float]:
+    """Returns for each call the seconds from the last end of another one before it; 0 for those that begin before any
+    has ended. Every call begins when another has ended, which made its rows or had its devices."""
+    ends = sorted(call.end for call in calls)
+    ended = [bisect_right(ends, call.start) for call in calls]
+    return [
+        call.start - ends[number - 1] if number else 0.0 for call, number in zip(calls, ended, strict=True)
+    ]
+
+
+def _call_times(times: Iterable[tuple[TimedCall, float]]) -> CallTimes:
+    """Returns the times of calls by step, of chunks together; the usual ones are medians over the steps but the
+    first."""
+    of_step: dict[int, dict[ServiceMethod, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for call, seconds in times:
+        found = of_step[call.step][call.service, call.method]
+        if call.chunk and found:
+            found[-1] += seconds
+        else:
+            found.append(seconds)
+    steps = {step: dict(found) for step, found in of_step.items()}
+    warm = [found for step, found in sorted(steps.items()) if step > 1] or list(steps.values())
     usual = {}
-    for key in dict.fromkeys(key for calls in warm for key in calls):
-        seen = [calls[key] for calls in warm if key in calls]
+    for key in dict.fromkeys(key for found in warm for key in found):
+        seen = [found[key] for found in warm if key in found]
         usual[key] = [
             median(each[number] for each in seen if len(each) > number)
             for number in range(max(map(len, seen)))
         ]
-    return Durations(usual, steps)
+    return CallTimes(usual, steps)
 
 
-def _calls(run_dir: Path) -> list[tuple[str, str, int, float]]:
-    """Returns (service, method, step, seconds) of each call of a timeline, in the order of their begin. One whose rows
-    were sent in chunks is one call, with the seconds of all."""
+def timed_calls(run_dir: Path) -> list[TimedCall]:
+    """Returns the calls of the timeline of a run, in the order of their begin. Raises ConfigError where it has
+    none."""
     found = []
     try:
         for name in (EARLIER_FILE, TIMELINE_FILE):
@@ -99,37 +155,19 @@ def _calls(run_dir: Path) -> list[tuple[str, str, int, float]]:
                 found += _calls_of(read_events(run_dir / name))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"--times {run_dir}: not the directory of a run with a timeline: {error}") from None
-    calls: list[tuple[str, str, int, float]] = []
-    last: dict[tuple[str, str, int], int] = {}
-    for _, call, chunk in sorted(found):
-        if chunk and call[:3] in last:
-            whole = calls[last[call[:3]]]
-            calls[last[call[:3]]] = (*call[:3], whole[3] + call[3])
-        else:
-            last[call[:3]] = len(calls)
-            calls.append(call)
-    return calls
+    return sorted(found)
 
 
-def _calls_of(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, tuple[str, str, int, float], int]]:
-    """Returns the calls of the controller's tracks, each after its begin in microseconds, and before the number of its
-    chunk."""
+def _calls_of(events: Sequence[Mapping[str, Any]]) -> Iterator[TimedCall]:
+    """Yields the calls of the controller's tracks."""
     tracks = {
         (event["pid"], event["tid"]): re.sub(r" \(\d+\)$", "", event["args"]["name"])
         for event in events
         if event["name"] == "thread_name"
     }
-    calls = [event for event in events if event["ph"] == "X" and event["cat"] == "controller"]
-    return [
-        (
-            event["ts"],
-            (
-                tracks[event["pid"], event["tid"]],
-                event["name"],
-                int(event["args"]["step"]),
-                event["dur"] * 1e-6,
-            ),
-            int(event["args"].get("chunk", 0)),
-        )
-        for event in calls
-    ]
+    for event in events:
+        if event["ph"] == "X" and event["cat"] == "controller":
+            service, step = tracks[event["pid"], event["tid"]], int(event["args"]["step"])
+            start, end = event["ts"], event["ts"] + event["dur"]
+            chunk = int(event["args"].get("chunk", 0))
+            yield TimedCall(start * 1e-6, end * 1e-6, service, event["name"], step, chunk)

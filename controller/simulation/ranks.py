@@ -87,6 +87,13 @@ class SimulatedService:
         found = (self.durations.seconds(name, method, call.step, call.ordinal, rank) for name in self.names)
         return max(found) / max(call.chunks, 1)
 
+    def pause_s(self, method: str, call: common_pb2.Call) -> float:
+        """Returns the seconds that the controller works before a call can begin; 0 for chunks after the first."""
+        if call.chunk:
+            return 0.0
+        found = (self.durations.pauses.find(name, method, call.step, call.ordinal) for name in self.names)
+        return max(seconds or 0.0 for seconds in found)
+
     def changed_by(self, method: str, request: Any) -> None:
         """Changes the state of the service as a call does, once for all ranks."""
         if request.call.call_id in self._changed:
@@ -163,13 +170,14 @@ class SimulatedRank:
         return f"{self.service} rank {self.rank} (simulated)"
 
     def start(self, method: Method, request: bytes, timeout_s: float) -> asyncio.Future[Any]:
-        """Begins a call when the calls before it have ended; returns a future of its response. Raises no error."""
+        """Begins a call when the calls before it have ended, and the controller has done its work; returns a future of
+        its response. Raises no error."""
         began, work = time.perf_counter(), self._service.work
         loop = asyncio.get_running_loop()
         parsed, lengths = self._service.request_of(method, request)
         now = loop.time()
         seconds = self._service.seconds(method.snake_name, parsed.call, self.rank)
-        start = max(now, self._free_s)
+        start = max(now + self._service.pause_s(method.snake_name, parsed.call), self._free_s)
         self._free_s = end = start + seconds
         timing = common_pb2.Timing(arrived_unix_s=now, queue_s=start - now, compute_s=seconds)
         answered: asyncio.Future[Any] = loop.create_future()

@@ -165,8 +165,8 @@ def simulate_run(
     responses: LengthShares,
     steps: int,
 ) -> Trace:
-    """Executes a run on simulated ranks and returns its trace. The controller itself takes no virtual time. Equal
-    arguments give equal calls and metrics.
+    """Executes a run on simulated ranks and returns its trace. The controller itself takes the pauses of `durations`
+    alone. Equal arguments give equal calls and metrics.
 
     Args:
         config: Configuration of the run, as `algorithm.configure` returned it.
