@@ -97,11 +97,13 @@ bench: setup ## Run the benchmarks; figures go to a directory for this maker of 
 	$(BIN)/python -m benchmarks.overhead --json $(RESULTS)/overhead.json
 	$(BIN)/python -m benchmarks.sandbox --json $(RESULTS)/sandbox.json
 	$(BIN)/python -m benchmarks.weights --json $(RESULTS)/weights.json
+	$(BIN)/python -m benchmarks.weight_update --json $(RESULTS)/weight_update.json
 	$(BIN)/python -m benchmarks.transition --json $(RESULTS)/transition.json
 	$(BIN)/python -m benchmarks.generate --json $(RESULTS)/generate.json
 	$(BIN)/python -m benchmarks.end_to_end --json $(RESULTS)/end_to_end.json
 	$(BIN)/python -m benchmarks.checkpoint --json $(RESULTS)/checkpoint.json
 	$(BIN)/python -m benchmarks.overlap --json $(RESULTS)/overlap.json
+	$(BIN)/python -m benchmarks.placements --json $(RESULTS)/placements.json
 	$(BIN)/python -m benchmarks.staleness --json $(RESULTS)/staleness.json
 	$(BIN)/python -m benchmarks.false_alarms --json $(RESULTS)/false_alarms.json
 	$(BIN)/python -m benchmarks.algorithms --docs docs/algorithms.md --json $(RESULTS)/algorithms.json

@@ -148,7 +148,7 @@ def configuration(directory: Path, setting: Setting, *, on_gpu: bool) -> dict[st
         },
         "rollout": {"max_response_tokens": sizes.new_tokens},
         "algorithm": {"mini_batch_size": sizes.rows // setting.mini_batches},
-        "pools": {"device": ["gpu/0" if on_gpu else "cpu/0"]},
+        "pools": {"device": ["gpu:0" if on_gpu else "cpu:0"]},
         "services": {
             "actor": model_service("actor"),
             "critic": model_service("critic"),

@@ -43,9 +43,10 @@ class FanOut:
             str, float
         ] = {}  # by call id, of the calls without an answer, in the event loop's time
 
-    def address(self, header: common_pb2.Call) -> None:
-        """Sets sequence number and epoch in `header`, which must be that of the next call passed to `send`."""
-        header.sequence, header.epoch = self._sent + 1, self._epoch
+    def address(self, header: common_pb2.Call, *, beside: bool = False) -> None:
+        """Sets sequence number and epoch in `header`, which must be that of the next call passed to `send`. `beside`:
+        as for `send`."""
+        header.sequence, header.epoch = 0 if beside else self._sent + 1, self._epoch
 
     async def send(
         self,
@@ -54,6 +55,8 @@ class FanOut:
         requests: Sequence[bytes],
         timeout_s: float,
         was_sent: Callable[[], None],
+        *,
+        beside: bool = False,
     ) -> list[Any]:
         """Sends each rank its request and returns the responses, in rank order.
 
@@ -63,6 +66,7 @@ class FanOut:
             timeout_s: Timeout of the call, in seconds, counted from the latest deadline among the calls that are
                 still without an answer, since they are executed first.
             was_sent: Called once, after all requests have been handed to gRPC.
+            beside: Whether the ranks execute the call beside those that have an order: its timeout then begins now.
 
         Raises:
             RlhfError: A rank failed, and every rank was asked to cancel the call, as also where this coroutine is
@@ -70,9 +74,11 @@ class FanOut:
                 DeadlineExceeded, and last PeerFailed and CallCancelled.
         """
         now = asyncio.get_running_loop().time()
-        timeout_s += max([now, *self._due.values()]) - now
-        self._due[call_id] = now + timeout_s
-        self._sent = sequence = self._sent + 1
+        sequence = 0
+        if not beside:
+            timeout_s += max([now, *self._due.values()]) - now
+            self._due[call_id] = now + timeout_s
+            self._sent = sequence = self._sent + 1
         calls: list[asyncio.Future[Any]] = []
         try:
             for client, request in zip(self.clients, requests, strict=True):
@@ -83,7 +89,7 @@ class FanOut:
             await self.cancel(call_id)
             raise
         finally:
-            del self._due[call_id]
+            self._due.pop(call_id, None)
             for call in calls:
                 call.cancel()
         if failure is None:

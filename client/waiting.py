@@ -13,17 +13,19 @@ from rlhf.errors import DeadlineExceeded
 
 CHECK_S = 1.0
 """Time, in seconds, between two looks at whether the simulation goes on."""
+EXECUTES_S = 600.0
+"""Longest time, in seconds, for which the simulation waits for threads that execute."""
 
 
 class ExecutingThreads:
     """Counts the threads that execute; those that wait in `settle` are left out. Thread-safe.
 
     Attributes:
-        stuck: Whether no thread executes and nothing is left that could resolve a future.
+        stuck: Reason why nothing is left that could resolve a future; empty as long as there is none.
     """
 
     def __init__(self) -> None:
-        self.stuck = False
+        self.stuck = ""
         self._count, self._is_over = 0, False
         self._changed = threading.Condition()
 
@@ -45,10 +47,14 @@ class ExecutingThreads:
             self._changed.notify_all()
 
     def wait_until_none(self) -> None:
-        """Blocks until no thread executes, or threads are not counted any more; the deadlines of the threads' own waits
-        limit this one."""
+        """Blocks until no thread executes, threads are not counted any more, or `stuck` says why they do not matter,
+        here that one has executed for `EXECUTES_S`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._count == 0 or self._is_over)
+            if not self._changed.wait_for(self._is_at_rest, EXECUTES_S):
+                self.stuck = f"a thread has executed for {EXECUTES_S:g} s without a wait"
+
+    def _is_at_rest(self) -> bool:
+        return self._count == 0 or self._is_over or bool(self.stuck)
 
     def wait(self, future: Future[Any]) -> None:
         """Blocks until a future is done, and counts the calling thread as waiting. The thread that resolves the future
@@ -67,7 +73,7 @@ class ExecutingThreads:
         self.end()
         while not resumed.wait(CHECK_S):
             if self.stuck:
-                raise DeadlineExceeded("the simulation is stuck: a thread waits, and no call is under way")
+                raise DeadlineExceeded(f"the simulation is stuck: {self.stuck}")
 
 
 _counted: ExecutingThreads | None = None

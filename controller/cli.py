@@ -15,6 +15,7 @@ import tomli_w
 from controller import algorithms
 from controller.checkpoints.termination import Termination
 from controller.config.config import Config, load
+from controller.config.devices import ranks_line
 from controller.evaluate import evaluate
 from controller.foresight import check_models
 from controller.job import resume, run
@@ -233,7 +234,7 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
     for name, table in config.services.items():
         ranks = "1 rank" if table.ranks == 1 else f"{table.ranks} ranks"
         start = "would be started" if launch and not table.external else "has to be there"
-        where = f", on {', '.join(sorted(config.devices_of(name)))}" if table.pool or config.placement else ""
+        where = f", {ranks_line(config.device_order(name), table.ranks)}" if config.is_placed(name) else ""
         click.echo(f"services.{name}: {table.role}, {ranks} at {table.address}{where}, {start}", err=True)
     click.echo(tomli_w.dumps(algorithm.resolved(config)), nl=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import shlex
 import signal
@@ -17,8 +18,10 @@ import click
 from rich.console import Console
 
 from controller.config.config import Config, load
+from controller.config.devices import ranks_line
 from deploy import health, preflight, state
 from deploy.certificates import write_certificates
+from deploy.devices import gpus_by_service, visible_gpus
 from deploy.launch import LaunchOptions
 from deploy.logs import read_lines
 from deploy.memory import GB, memory_table, predict_memory
@@ -179,8 +182,8 @@ def down(launcher: LaunchOptions, config: Path) -> None:
 def check(
     config: Path, settings: tuple[str, ...], only: tuple[str, ...], device_memory_gb: float | None
 ) -> None:
-    """Check that `up` could start the services of CONFIG on this host now: packages, models, addresses; and print the
-    memory that they are predicted to need, by stage.
+    """Check that `up` could start the services of CONFIG on this host now: packages, models, addresses, GPUs; and print
+    the memory that they are predicted to need, by stage, and the device of each rank.
 
     When they need more than there is, the exit code is 1.
     """
@@ -197,6 +200,10 @@ def check(
     if report.misfits:
         raise RlhfError("; ".join(report.misfits))
     preflight.check(loaded, names)
+    gpus = gpus_by_service(loaded, names, visible_gpus(os.environ))
+    for name in filter(loaded.is_placed, names):
+        sees = f" (CUDA_VISIBLE_DEVICES {','.join(gpus[name])})" if name in gpus else ""
+        click.echo(f"{name}: {ranks_line(loaded.device_order(name), loaded.services[name].ranks)}{sees}")
     click.echo(f"{config}: {', '.join(names)} can be started")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import BinaryIO
 
 from controller.config.config import Config
 from deploy import preflight, processes, with_parent
+from deploy.devices import gpu_variables, gpus_by_service, visible_gpus
 from deploy.health import Probe
 from deploy.launch import Job, LaunchOptions, environment
 from deploy.logs import evidence, explain_exit
@@ -70,6 +72,7 @@ class Supervisor:
         self._say = say
         self._log_dir = Path(deployment.log_dir)
         self._services: list[_Service] = []
+        self._gpus: dict[str, tuple[str, ...]] = {}
 
     def __enter__(self) -> Supervisor:
         return self
@@ -85,6 +88,7 @@ class Supervisor:
             RlhfError: A log cannot be written.
         """
         preflight.check(self._config, self._names)
+        self._gpus = gpus_by_service(self._config, self._names, visible_gpus(os.environ))
         for name in self._names:
             self._start(name)
 
@@ -135,12 +139,14 @@ class Supervisor:
         service = _Service(name, table, [], LocalRendezvous(), Probe(table.address), log)
         # Registered before its first rank starts, so that `stop` ends every rank that has started.
         self._services.append(service)
-        common = environment(table, self._deployment.id)
+        gpus = self._gpus.get(name, ())
+        common = {**environment(table, self._deployment.id), **gpu_variables(gpus, os.environ)}
         with self._open(log) as sink:
             for rank in range(table.ranks):
                 own = rank_environment(rank, table.ranks, service.rendezvous.path)
                 service.processes.append(self._start_rank(job, {**common, **own}, sink))
-        self._say(f"{name}: started, {_ranks(table)} at {table.address}, log {log}")
+        where = f", GPUs {', '.join(gpus)}" if gpus else ""
+        self._say(f"{name}: started, {_ranks(table)} at {table.address}{where}, log {log}")
 
     def _start_rank(self, job: Job, variables: dict[str, str], sink: BinaryIO) -> subprocess.Popen[bytes]:
         return subprocess.Popen(

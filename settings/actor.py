@@ -54,9 +54,10 @@ class ActorTable(GeneratingTable, ModelTable):
     optimizer: OptimizerTable = OptimizerTable()
     """Optimizer of the policy."""
     generation_mesh: str = ""
-    """For engine 3d: mesh pg-tg-dg-d of generation on the same ranks, for example 1-1-2-2: pipeline, tensor,
-    micro-data and data size. pg divides p of `mesh`, tg divides t, dg is p t / (pg tg), and d is the same. Empty: the
-    sizes of `mesh`."""
+    """Mesh of generation on the same ranks. For engine 3d pg-tg-dg-d, for example 1-1-2-2: pipeline, tensor,
+    micro-data and data size. pg divides p of `mesh`, tg divides t, dg is p t / (pg tg), and d is the same; empty: the
+    sizes of `mesh`. For engines fsdp and zero p-t-d, as `mesh` of a rollout service, for example 1-2-2, whose product
+    is `ranks`: p t ranks share the model and generate the same rows; empty: each rank has the whole model."""
     transition: Literal["hybridflow", "hybridflow_v", "gather_all"] = "hybridflow"
     """For engine 3d: how ranks gather the weights that they generate with. hybridflow all-gathers only the missing
     shards, within a micro-DP group. hybridflow_v (all-gather over a model-parallel group) and gather_all (over all
@@ -88,7 +89,9 @@ class ActorTable(GeneratingTable, ModelTable):
 
     @model_validator(mode="after")
     def _check_meshes(self) -> Self:
-        if self.generation_mesh:
+        if self.generation_mesh and self.mesh:
             meshes.check_generation(self.generation_mesh, self.mesh)
+        elif self.generation_mesh:
+            meshes.check(self.generation_mesh, self.ranks, key=meshes.GENERATION_KEY)
         self.check_generation_fits(self.mesh, self.generation_mesh)
         return self

@@ -20,6 +20,9 @@ TRAINING_GROUP = "rlhf_cluster.training_engines"
 ROLLOUT_GROUP = "rlhf_cluster.rollout_engines"
 """Entry-point group of rollout engines: NAME = "module:object", where the object is a `RolloutSpec`."""
 
+NO_ROLLOUT = "none"
+"""Name of the rollout engine of an actor whose responses a rollout service generates."""
+
 LOWEST_TEMPERATURE = 1e-6
 """Lowest sampling temperature: quotients of logits and smaller ones leave the range of float32."""
 
@@ -92,7 +95,8 @@ class EngineSpec(Spec):
     Attributes:
         implementation: Subclass of `services.engines.base.TrainEngine`.
         keys: Those of mesh, shards_over_data, generation_mesh, transition and activation_checkpointing that the engine
-            reads. Where it reads mesh, the table must set it.
+            reads. Where it reads mesh, the table must set it. Where it reads generation_mesh alone, generation shards
+            are made of `TrainEngine.local_shards`.
         adapters: Class of the engine that trains low-rank adapters (table `lora`), as "module:Class", with a method
             `without_adapters` as `services.engines.fsdp.lora.LoRAEngine`; empty: the engine trains none.
     """
@@ -119,8 +123,8 @@ class RolloutSpec(Spec):
         temperatures: Lowest and highest sampling temperature that the engine allows.
         row_limit: Key that limits the tokens of a prompt and its response together, such as "rollout_tokens" or
             "rollout_options.max_tokens"; value 0 of this key means no limit. Empty: the engine has no such key.
-        takes_shards: Whether the engine generates with the weight shards of a training engine with a mesh. If not, it
-            is given whole weights, and each rank generates alone.
+        takes_shards: Whether the engine generates with weight shards on a generation mesh. If not, it is given whole
+            weights, and each rank generates alone.
         in_training_memory: Whether the engine can generate with weights in the training engine's memory (engine 3d,
             transition hybridflow). If not, it keeps a copy.
         check_model: Function of `mesh`, `generation_mesh` and the integers of the model's config.json by key (none
@@ -139,7 +143,7 @@ TRAINING_ENGINES: Mapping[str, EngineSpec] = {
     "fsdp": EngineSpec(
         implementation="services.engines.fsdp.engine:FSDPEngine",
         adapters="services.engines.fsdp.lora:LoRAEngine",
-        keys=frozenset({"activation_checkpointing"}),
+        keys=frozenset({"activation_checkpointing", "generation_mesh"}),
     ),
     "3d": EngineSpec(
         implementation="services.engines.three_d.engine:ThreeDParallelEngine",
@@ -151,6 +155,7 @@ TRAINING_ENGINES: Mapping[str, EngineSpec] = {
         implementation="services.engines.zero.engine:ZeROEngine",
         options=ZeroTable,
         options_key="zero",
+        keys=frozenset({"generation_mesh"}),
         package="deepspeed",
         install="install it: pip install 'rlhf-cluster[deepspeed]'",
     ),
@@ -176,6 +181,7 @@ ROLLOUT_ENGINES: Mapping[str, RolloutSpec] = {
         takes_shards=True,
         check_model=meshes.check_vllm,
     ),
+    NO_ROLLOUT: RolloutSpec(implementation="services.rollout.none:NoRollout", takes_shards=True),
 }
 """Rollout engines of this project, by name."""
 

@@ -23,8 +23,8 @@ def check_model_fits(name: str, table: ServiceTable) -> None:
         table: Table of the service.
 
     Raises:
-        ConfigError: The model cannot be divided over `mesh`, or the rollout engine cannot generate with it. The text
-            says why and, for `mesh`, lists the nearest meshes that fit.
+        ConfigError: The model cannot be divided over `mesh` or `generation_mesh`, or the rollout engine cannot generate
+            with it. The text says why and, for meshes, lists the nearest that fit.
     """
     if not isinstance(table, ModelTable | RolloutServiceTable):
         return
@@ -33,6 +33,8 @@ def check_model_fits(name: str, table: ServiceTable) -> None:
         if table.mesh:
             meshes.check(table.mesh, table.ranks, shape)
         if isinstance(table, ActorTable):
+            if table.generation_mesh and not table.mesh:
+                meshes.check(table.generation_mesh, table.ranks, shape, meshes.GENERATION_KEY)
             table.check_generation_fits(table.mesh, table.generation_mesh, shape)
         elif isinstance(table, RolloutServiceTable):
             table.check_generation_fits(table.mesh, "", shape)

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from settings import meshes
 from settings.engines import (
+    NO_ROLLOUT,
     ROLLOUT_ENGINES,
     RolloutEngineName,
     RolloutSpec,
@@ -26,7 +27,8 @@ class GeneratingTable(LoadedModelTable):
 
     rollout_engine: RolloutEngineName = "hf"
     """Engine that generates responses: hf is part of this package and runs anywhere; vllm is faster, and is installed
-    separately. Or a plug-in: the name of an entry point, or module:object; see docs/engines-of-your-own.md."""
+    separately; none, for an actor whose responses a rollout service generates, takes no memory. Or a plug-in: the name
+    of an entry point, or module:object; see docs/engines-of-your-own.md."""
     rollout_options: dict[str, Any] = Field(default={}, validate_default=True)
     """For a rollout engine that is a plug-in: its options."""
     rollout_tokens: Positive = 65536
@@ -39,6 +41,11 @@ class GeneratingTable(LoadedModelTable):
     def rollout_spec(self) -> RolloutSpec:
         """Spec of the rollout engine."""
         return rollout_engine(self.rollout_engine)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the ranks generate responses: unless the rollout engine is none."""
+        return self.rollout_engine != NO_ROLLOUT
 
     @property
     def rollout_limits(self) -> dict[str, int]:
@@ -66,7 +73,7 @@ class GeneratingTable(LoadedModelTable):
             ValueError: It cannot; the text says why.
         """
         spec = self.rollout_spec
-        if mesh and not spec.takes_shards:
+        if not spec.takes_shards:
             meshes.check_alone(self.rollout_engine, mesh, generation_mesh)
         spec.check_model(mesh, generation_mesh, shape)
 

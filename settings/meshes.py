@@ -17,21 +17,23 @@ Shape = Mapping[str, int]
 NO_SHAPE: Shape = MappingProxyType({})
 """Shape of a model whose config.json cannot be read; every check passes it."""
 
+GENERATION_KEY = "generation_mesh"
+
 NUM_SUGGESTED = 3
 
 VLLM_HEAD_DIM = 32
 """Smallest size of an attention head (head_dim) that vLLM has CPU kernels for."""
 
 
-def parse(text: str) -> Sizes:
-    """Parses a training mesh "p-t-d" into its three sizes.
+def parse(text: str, key: str = "mesh") -> Sizes:
+    """Parses a training mesh "p-t-d" into its three sizes; or one of the same form in another key.
 
     Raises:
         ValueError: The text is not three integers of at least 1.
     """
     sizes = _numbers(text)
     if len(sizes) != 3:
-        raise ValueError(f"mesh {text!r} is not p-t-d: pipeline, tensor and data size, for example 1-2-2")
+        raise ValueError(f"{key} {text!r} is not p-t-d: pipeline, tensor and data size, for example 1-2-2")
     pipeline, tensor, data = sizes
     return pipeline, tensor, data
 
@@ -54,26 +56,29 @@ def parse_generation(text: str) -> GenerationSizes:
 
 def generation_sizes(text: str, mesh: str) -> tuple[int, int]:
     """Returns the pipeline and tensor size of generation: pg and tg of generation mesh `text`, or p and t of training
-    mesh `mesh` where `text` is empty. Raises ValueError where the one that is used cannot be parsed."""
+    mesh `mesh` where `text` is empty. Where `mesh` is empty, for data ranks alone, `text` has the form p-t-d, and an
+    empty one has the sizes 1 and 1. Raises ValueError where the one that is used cannot be parsed."""
+    if not mesh:
+        return parse(text, GENERATION_KEY)[:2] if text else (1, 1)
     return parse_generation(text)[:2] if text else parse(mesh)[:2]
 
 
-def check(text: str, ranks: int, shape: Shape = NO_SHAPE) -> None:
+def check(text: str, ranks: int, shape: Shape = NO_SHAPE, key: str = "mesh") -> None:
     """Checks that a training mesh "p-t-d" has `ranks` ranks, and that a model of shape `shape` can be divided over
-    it.
+    it; or one of the same form in another key.
 
     Raises:
         ValueError: It has another number of ranks or the model does not fit; the text says why, and lists the nearest
             meshes that fit.
     """
-    sizes = parse(text)
+    sizes = parse(text, key)
     reason = ""
     if math.prod(sizes) != ranks:
         reason = f"has {math.prod(sizes)} ranks, and ranks is {ranks}"
     reason = reason or _misfit(sizes, shape)
     if reason:
         fitting = [other for other in _all_sizes(ranks) if not _misfit(other, shape)]
-        raise ValueError(f"mesh {text} {reason}; the nearest that fit: {_nearest(fitting, sizes)}")
+        raise ValueError(f"{key} {text} {reason}; the nearest that fit: {_nearest(fitting, sizes)}")
 
 
 def check_generation(text: str, mesh: str) -> None:
@@ -114,18 +119,19 @@ def check_vllm(mesh: str, generation_mesh: str, shape: Shape = NO_SHAPE) -> None
 
     Args:
         mesh: Training mesh "p-t-d"; empty: data ranks only.
-        generation_mesh: Generation mesh "pg-tg-dg-d"; empty: the sizes of `mesh`.
+        generation_mesh: Generation mesh "pg-tg-dg-d", or "p-t-d" where `mesh` is empty; empty: the sizes of `mesh`.
         shape: Shape of the model. Default: unknown, which passes.
 
     Raises:
         ValueError: vLLM cannot generate with the model; the text says why.
     """
-    pipeline, tensor_parallel = generation_sizes(generation_mesh, mesh or "1-1-1")
+    pipeline, tensor_parallel = generation_sizes(generation_mesh, mesh)
     if pipeline > 1:
-        _, tensor, data = parse(mesh)
+        p, t, d = parse(mesh or generation_mesh)
+        instead = f"1-{t}-{p}-{d}" if mesh else f"1-{t}-{p * d}"
         raise ValueError(
             f"rollout_engine vllm generates without pipeline stages, and generation_mesh {generation_mesh or mesh} has "
-            f"{pipeline}; for example generation_mesh 1-{tensor}-{parse(mesh)[0]}-{data}"
+            f"{pipeline}; for example generation_mesh {instead}"
         )
     heads = shape.get("num_attention_heads", tensor_parallel)
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -147,18 +153,18 @@ def check_alone(rollout_engine: str, mesh: str, generation_mesh: str) -> None:
 
     Args:
         rollout_engine: Name of the rollout engine, for the message.
-        mesh: Training mesh "p-t-d", which must be given.
-        generation_mesh: Generation mesh "pg-tg-dg-d"; empty: the sizes of `mesh`.
+        mesh, generation_mesh: As in `check_vllm`.
 
     Raises:
         ValueError: Several ranks generate together on the generation mesh.
     """
     pipeline, tensor = generation_sizes(generation_mesh, mesh)
     if pipeline * tensor > 1:
-        p, t, d = parse(mesh)
+        p, t, d = parse(mesh or generation_mesh)
+        instead = f"use generation_mesh 1-1-{p * t}-{d}" if mesh else "leave it empty"
         raise ValueError(
             f"rollout_engine {rollout_engine} takes whole weights, and {pipeline * tensor} ranks share them on "
-            f"generation_mesh {generation_mesh or mesh}; use generation_mesh 1-1-{p * t}-{d}"
+            f"generation_mesh {generation_mesh or mesh}; {instead}"
         )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from settings.engines import Spec, ZeroTable, training_engine
 from settings.hub import local_directory
 from settings.model import OptimizerTable
 from settings.service import ServiceTable
@@ -139,8 +140,13 @@ class RewardTable(ServiceTable):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """For kind model: data type that the model is computed in. auto: bfloat16 on a GPU, float32 on a CPU."""
     sharded: bool = False
-    """For kind model: shards every weight over all ranks (engine fsdp), which then score together. false: each rank has
-    the whole model and scores by itself; of a model that learns it has a copy, beside the shards that are trained."""
+    """For kind model: shards every weight over all ranks, which then score together. false: each rank has the whole
+    model and scores by itself; of a model that learns it has a copy, beside the shards that are trained."""
+    engine: Literal["fsdp", "zero"] = "fsdp"
+    """For kind model that is sharded or learns: training engine that shards it, FSDP2 or DeepSpeed ZeRO."""
+    zero: ZeroTable = ZeroTable()
+    """For engine zero: its stage, and whether it offloads the optimizer. A model that does not learn is sharded at
+    stage 3 alone."""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
     """For kind model with an optimizer: data type of exported weights."""
     micro_batch_tokens: Positive = 16384
@@ -159,6 +165,30 @@ class RewardTable(ServiceTable):
         """Directory of the model that the service loads: `model` for kind model, or its copy in the hub's cache
         (`settings.hub`); None for other kinds."""
         return local_directory(self.model) if self.kind == "model" and self.model is not None else None
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether a training engine has the model: it is sharded, or it learns."""
+        return self.kind == "model" and (self.sharded or self.optimizer is not None)
+
+    @property
+    def engine_specs(self) -> dict[str, Spec]:
+        """Specs of the engines that the service needs, by the key that names each: `engine`, if it has one."""
+        return {"engine": training_engine(self.engine)} if self.has_engine else {}
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> Self:
+        if self.engine != "zero":
+            if self.zero != ZeroTable():
+                raise ValueError(f"zero is for engine zero, and engine is {self.engine}")
+            return self
+        if not self.has_engine:
+            raise ValueError("engine is for a reward of kind model that is sharded or learns")
+        if self.optimizer is None and self.zero.stage < 3:
+            raise ValueError(
+                f"zero.stage {self.zero.stage} does not shard a model that does not learn; 3 does"
+            )
+        return self
 
     @property
     def needs_torch(self) -> bool:

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence, Set
 from controller.config.algorithm import MAX_KL_ERROR, AlgorithmTable
 from controller.config.checkpoint import CheckpointTable
 from controller.config.data import DataTable
+from controller.config.devices import check_names
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
+from settings.actor import ActorTable
 from settings.critic import CriticTable
 from settings.rollout import RolloutServiceTable
 from settings.service import ServiceTable
@@ -21,8 +23,10 @@ Services = Mapping[str, ServiceTable]
 
 
 def check_pools(services: Services, pools: Mapping[str, Sequence[str]]) -> None:
-    """Raises ValueError where a service names a pool that does not exist, or that has fewer devices than the service
-    has ranks. A service need not name a pool."""
+    """Raises ValueError where the names of a pool's devices are none (`check_names`), and where a service names a pool
+    that does not exist, or that has fewer devices than the service has ranks. A service need not name a pool."""
+    for pool, devices in pools.items():
+        check_names(f"pools.{pool}", devices)
     for name, table in services.items():
         if table.pool and table.pool not in pools:
             known = ", ".join(sorted(pools)) or "none"
@@ -157,6 +161,17 @@ def check_drift(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
             "algorithm.max_log_prob_drift: does not go with rollout.top_k or rollout.top_p: the rollout's "
             "log-probabilities are those of the truncated distribution, the training engine's are not"
         )
+
+
+def check_generation(services: Services, generators: Mapping[str, str]) -> None:
+    """Raises ValueError where an actor generates nothing and no service generates its responses. `generators`: service
+    that generates them, by actor."""
+    for name, table in services.items():
+        if isinstance(table, ActorTable) and not table.generates and name not in generators:
+            raise ValueError(
+                f"services.{name}.rollout_engine: none is for an actor whose responses a service named rollout, of "
+                "role rollout, generates; the config has none"
+            )
 
 
 def check_sampling(rollout: RolloutTable, services: Services) -> None:

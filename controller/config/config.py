@@ -44,13 +44,16 @@ class Config(Strict):
     learns or generates on all, the others each on a part of them; disaggregated: what learns on some, and rollout,
     reference and rewards on others. Default: pools, or each service on devices of its own."""
     devices: list[str] = []
-    """Names of the devices of `placement`, taken in this order. Default: as many as it needs."""
+    """Names of the devices of `placement`, taken in this order; as in `pools`. Default: as many as it needs, named
+    gpu:0 and so on, or cpu:0 where all services compute on the CPU."""
     device_memory_gb: float | None = Field(default=None, gt=0)
     """Memory of each device, in 10^9 bytes, in which services that share it take turns: before a call that is predicted
     not to fit beside the others, these are offloaded to host memory, and onloaded before their next call; see
     docs/memory.md. Default: all stay on their devices."""
     pools: dict[str, list[str]] = {}
-    """Resource pools: names of devices by name of the pool. A device may be in several pools."""
+    """Resource pools: names of devices by name of the pool. Rank r of a service on a pool takes device number r of it.
+    A device may be in several pools. gpu:N is GPU N of the host, which the launcher gives to the rank; HOST/gpu:N where
+    pools have GPUs of several hosts. Any other name only tells which services share the device."""
     rewards: dict[str, dict[str, float]] = {}
     """Rewards and costs that are weighted sums of several services: by the name that an algorithm or a source uses,
     the weight of each service."""
@@ -118,14 +121,23 @@ class Config(Strict):
         return max(1, rows // self.algorithm.mini_batch_size)
 
     def devices_of(self, service: str) -> frozenset[str]:
-        """Returns the names of the devices that a service runs on: those of its pool, or "SERVICE/RANK" for each rank
-        where it has no pool; or those of `placement`."""
+        """Returns the names of the devices that a service runs on; see `device_order`."""
+        return frozenset(self.device_order(service))
+
+    def device_order(self, service: str) -> tuple[str, ...]:
+        """Returns the names of the devices that a service runs on, of which rank r takes number r: those of its pool,
+        or "SERVICE/RANK" for each rank where it has no pool; or those of `placement`."""
         table = self.services[service]
         if self.placement and not table.external:
-            return frozenset(placements.devices_of(self.placement, self.devices, self.services)[service])
+            return placements.devices_of(self.placement, self.devices, self.services)[service]
         if table.pool:
-            return frozenset(self.pools[table.pool])
-        return frozenset(f"{service}/{rank}" for rank in range(table.ranks))
+            return tuple(self.pools[table.pool])
+        return tuple(f"{service}/{rank}" for rank in range(table.ranks))
+
+    def is_placed(self, service: str) -> bool:
+        """Returns whether the configuration names the devices of a service, by a pool or `placement`."""
+        table = self.services[service]
+        return bool(table.pool or (self.placement and not table.external))
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -140,6 +152,7 @@ class Config(Strict):
         checks.check_kl(self.algorithm, self.rows_per_step)
         checks.check_correction(self.algorithm, self.rollout)
         checks.check_drift(self.algorithm, self.rollout)
+        checks.check_generation(self.services, self.generators)
         checks.check_sampling(self.rollout, self.services)
         checks.check_truncation(self.algorithm, self.rollout)
         checks.check_best(self.checkpoint, self.run)

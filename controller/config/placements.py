@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
+from controller.config.devices import check_names
 from settings.rollout import RolloutServiceTable
 from settings.service import ServiceTable
 
@@ -25,7 +26,8 @@ def devices_of(
 
     Args:
         placement: Name of the placement.
-        devices: Names of the devices. Empty: as many as the placement needs, named "device 0" and so on.
+        devices: Names of the devices. Empty: as many as the placement needs, named "gpu:0" and so on, or "cpu:0" where
+            all services compute on the CPU.
         services: Tables of the services.
 
     Raises:
@@ -34,9 +36,11 @@ def devices_of(
     placed = {name: table for name, table in services.items() if not table.external}
     places = _PLACES[placement](placed)
     needed = max((place.stop for place in places.values()), default=0)
-    names = list(devices) or [f"device {number}" for number in range(needed)]
-    if len(set(names)) < len(names):
-        raise ValueError(f"devices: a device is named twice (given: {', '.join(names)})")
+    kind = (
+        "cpu" if all(table.device == "cpu" or not table.needs_torch for table in placed.values()) else "gpu"
+    )
+    names = list(devices) or [f"{kind}:{number}" for number in range(needed)]
+    check_names("devices", names)
     if len(names) < needed:
         each = ", ".join(f"{name} {_numbers(place)}" for name, place in places.items())
         raise ValueError(

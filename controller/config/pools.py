@@ -27,8 +27,8 @@ class ResourcePool:
 
     Attributes:
         name: Name of the pool.
-        devices: Names of its devices, at least one per rank of each of its services. A name only tells whether two
-            pools share the device.
+        devices: Names of its devices, at least one per rank of each of its services; rank r takes number r. gpu:N is
+            GPU N of the host; another name only tells whether two pools share the device.
     """
 
     name: str

@@ -63,8 +63,13 @@ def placeable(model: Model) -> Model:
     """Returns a model in the engine that the search chooses meshes for: 3d, but fsdp for adapters, and for rewards the
     one that they have: whole, or fsdp where they are sharded or learn."""
     use = model.use
-    if use.shape.head == "score" or use.adapters is not None:
-        return model
+    if use.shape.head == "score":
+        engine = "whole" if use.engine == "whole" else "fsdp"
+        return replace(model, use=replace(use, engine=engine, offload_optimizer=False))
+    if use.adapters is not None:
+        # Plans have no generation mesh for fsdp.
+        rollout = use.rollout and replace(use.rollout, pipeline=1, tensor=1)
+        return replace(model, use=replace(use, rollout=rollout))
     return replace(model, use=replace(use, engine="3d", offload_optimizer=False))
 
 

@@ -35,13 +35,16 @@ def in_order(problem: Problem, plan: MappedPlan) -> list[Pool]:
 
 
 def device_names(problem: Problem, plan: MappedPlan) -> dict[Pool, list[str]]:
-    """Returns the names of the devices of each pool, "KIND/MACHINE/NUMBER"."""
+    """Returns the names of the devices of each pool, "KIND/MACHINE/gpu:NUMBER", or "KIND/MACHINE/cpu:NUMBER"."""
     taken = [0] * len(problem.devices)
     names = {}
     for pool in in_order(problem, plan):
         group = problem.devices[pool.kind]
         numbers = range(taken[pool.kind], taken[pool.kind] + pool.count)
-        names[pool] = [f"{group.name}/{n // group.per_machine}/{n % group.per_machine}" for n in numbers]
+        what = "gpu" if group.on_gpu else "cpu"
+        names[pool] = [
+            f"{group.name}/{n // group.per_machine}/{what}:{n % group.per_machine}" for n in numbers
+        ]
         taken[pool.kind] += pool.count
     return names
 

@@ -94,6 +94,7 @@ class GroupCall:
         options: Further fields of the request, by name.
         step: The step that the call belongs to.
         place: Place of the call in the order of calls on its devices.
+        beside: Whether the ranks execute the call beside those that have an order.
         moved: Futures of the calls that offload and onload services before this one. Where one fails, this one fails
             with its error and is not sent.
         first_row: Number of its first row among those of all chunks; see `RoleGroup.call`.
@@ -108,6 +109,7 @@ class GroupCall:
     place: Place
     moved: Sequence[Future[tuple[Batch, CallRecord]]] = ()
     first_row: int = 0
+    beside: bool = False
 
     async def run(self, running: dict[str, RunningCall]) -> tuple[Batch, CallRecord]:
         """Executes the call: waits for its inputs and its place, sends the requests and waits for the responses.
@@ -125,12 +127,14 @@ class GroupCall:
         call_id, ranks = self.header.call_id, self.callee.ranks
         try:
             dealt, parts = await self._turn()
-            ranks.address(self.header)
+            ranks.address(self.header, beside=self.beside)
             requests = self._requests(parts, dealt.numbers)
             running[call_id] = RunningCall(self.method.name, self.step.number)
             started = self.callee.session.now()
             timeout_s = self.callee.session.time_of(self.method.snake_name)
-            responses = await ranks.send(self.method, call_id, requests, timeout_s, self.place.was_sent)
+            responses = await ranks.send(
+                self.method, call_id, requests, timeout_s, self.place.was_sent, beside=self.beside
+            )
             return self._collected(dealt, parts, responses), self._record(responses, started)
         finally:
             running.pop(call_id, None)

@@ -21,6 +21,7 @@ from controller.role_groups.admission import (
     sharing_lines,
     wait_until_free,
 )
+from controller.role_groups.device_check import check_devices
 from controller.role_groups.device_meter import DeviceMeter, DeviceUse
 from controller.role_groups.discovery import Discovery, check_vocabularies, reads_tokens
 from controller.role_groups.futures import results
@@ -271,6 +272,7 @@ class Cluster:
         for name, description in (await Discovery(self.config, say).find_all()).items():
             self.groups[name] = self._group(name, description)
         check_vocabularies(self.descriptions)
+        check_devices(self.config, self.descriptions)
         for name, host in self.config.also_served.items():
             self._also_served[name] = self._second_role(name, host)
         for group in self._ours.values():

@@ -7,9 +7,8 @@ one request to each rank, and collects references to the rows that the ranks mad
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from client.fanout import FanOut
@@ -19,16 +18,16 @@ from controller.role_groups.call import Callee, GroupCall, RunningCall
 from controller.role_groups.chunked_call import batch_of, first_rows, is_row_wise
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.futures import Promise, awaited, lateness_of, pass_on
+from controller.role_groups.futures import Promise, lateness_of, pass_on, resolved
+from controller.role_groups.joint_calls import JointCalls, JointPlaces, in_places
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Place, Placement
-from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.wire_ranks import endpoint_from_proto, mesh_from_proto
 from rlhf.contract import Method, group_methods
-from rlhf.errors import DeadlineExceeded, InvalidRequest
+from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2, worker_pb2
 
-G = TypeVar("G", bound="RoleGroup")
+G = TypeVar("G", bound="CallingGroup")
 T = TypeVar("T")
 
 LATE_S = 15.0
@@ -40,9 +39,8 @@ GENERATES = "generate_sequences"
 """Python name of the method that runs ahead of the updates of earlier steps, where `run.ahead` says so."""
 
 
-class RoleGroup:
-    """All ranks of one service in one of its roles. A method starts a call on all ranks and returns without waiting:
-    a batch of futures, without columns unless it says which.
+class CallingGroup:
+    """Makes calls on all ranks of one service in one of its roles, and returns without waiting; see `RoleGroup`.
 
     Args:
         ranks: Sends calls to all ranks; role groups of two roles of one service share it.
@@ -81,6 +79,9 @@ class RoleGroup:
         self._devices = devices
         self._placement = placement
         self._loop = loop
+        self._settled: Future[None] = resolved(None)
+        """Resolved when the last call without rows has ended. Of the methods of a service that does not learn, only
+        those without rows may change its state."""
         self._methods = group_methods(description.role)
         endpoints = [endpoint_from_proto(rank.endpoint) for rank in description.ranks]
         self._callee = Callee(self.name, ranks, description, self.mesh, endpoints, self._codec(), session)
@@ -144,6 +145,8 @@ class RoleGroup:
             def begin() -> Future[Any]:
                 with self._placement.turn([self.ranks.service], name, step) as moved:
                     place = self._placement.enter(self._devices, self.ranks, longest_s)
+                    if not method.takes_rows:
+                        self._settled = place.ended
                     call = GroupCall(self._callee, method, header, rows, options, step, place, moved, first)
                     return self._loop.start(call.run(self.running))
 
@@ -155,10 +158,12 @@ class RoleGroup:
 
     def call_with(
         self,
-        others: Sequence[RoleGroup],
-        calls: Callable[[StepContext], Coroutine[Any, Any, CallRecord]],
+        others: Sequence[CallingGroup],
+        calls: JointCalls,
         longest_s: float,
         of: StepContext | None = None,
+        *,
+        beside: bool = False,
     ) -> FutureBatch:
         """Starts several calls of this group and others that belong together, and returns without waiting. They have
         one place in the order of calls: the devices of all these groups are theirs while `calls` runs. In a step with
@@ -166,35 +171,61 @@ class RoleGroup:
 
         Args:
             others: The other groups.
-            calls: Coroutine function that makes the calls by `call_within`, in the step that it is given, and returns
-                the record of the whole, of which theirs are parts.
+            calls: Coroutine function that makes the calls by `call_within`, in the step and at the places that it is
+                given, and returns the record of the whole, of which theirs are parts.
             longest_s: Longest time that it takes, in seconds.
             of: The step that they belong to. Default: the one begun last.
+            beside: Whether calls of the others on rows go on meanwhile, and only this group's devices are theirs. The
+                others then have places of their own, behind, for the last call of each. `calls` begins when the calls
+                of the others without rows before it have ended.
 
         Returns:
             A batch without rows, whose record is the one that `calls` returned.
         """
         step = self.session.step_of(of)
-        devices = self._devices.union(*(group._devices for group in others))
+        devices = self._devices.union(*(group._devices for group in others if not beside))
 
         def begin() -> Future[CallRecord]:
             names = [self.ranks.service, *(group.ranks.service for group in others)]
             with self._placement.turn(names, "describe_weights", step) as moved:
-                place = self._placement.enter(devices, object(), longest_s)
-                return self._loop.start(_in_place(place, moved, calls, step))
+                held, first = self._placement.enter(devices, object(), longest_s), list[Future[Any]]()
+                later: dict[str, Place] = {}
+                for group in others:
+                    if beside:
+                        first.append(group._settled)
+                        later[group.name] = self._placement.enter(group._devices, group.ranks, longest_s)
+                    group._settled = later.get(group.name, held).ended
+                return self._loop.start(in_places(JointPlaces(held, later, first), moved, calls, step))
 
         return FutureBatch(0, {}, (_begun(begin, step, AFTER_UPDATES if self._learns else 0),), of)
 
-    async def call_within(self, name: str, step: StepContext, **options: Any) -> CallRecord:
-        """Coroutine of a call without rows, for `call_with`: sends it at once, and returns its record.
+    def runs_beside(self, name: str) -> bool:
+        """Whether the ranks execute a call of a method beside the others."""
+        path = self._methods[name].path[1:]
+        return any(method.beside and method.name == path for method in self.description.methods)
+
+    async def call_within(
+        self,
+        name: str,
+        step: StepContext,
+        place: Place | None = None,
+        *,
+        beside: bool = False,
+        **options: Any,
+    ) -> CallRecord:
+        """Coroutine of a call without rows, for `call_with`: returns its record.
 
         Args:
             name, options: As for `call`.
             step: The step that it belongs to.
+            place: Its place, one of `JointPlaces.later`. Default: that of the whole; it is sent at once.
+            beside: Whether the ranks execute it beside those that have an order.
         """
-        place = Place(self.ranks, [], self.session.timeout_s)
+        place = place or Place(self.ranks, [], self.session.timeout_s)
         header = self.session.header(step, self.name, name)
-        call = GroupCall(self._callee, self._methods[name], header, FutureBatch(0, {}), options, step, place)
+        call = GroupCall(
+            self._callee, self._methods[name], header, FutureBatch(0, {}), options, step, place, beside=beside
+        )
         _, record = await call.run(self.running)
         return record
 
@@ -207,6 +238,12 @@ class RoleGroup:
         result = self._loop.start(call.run(self.running))
         step.made(result)
         return result
+
+
+class RoleGroup(CallingGroup):
+    """All ranks of one service in one of its roles, with the methods that every role serves. A method starts a call on
+    all ranks and returns without waiting: a batch of futures, without columns unless it says which.
+    """
 
     async def cancel_all(self) -> None:
         """Coroutine that asks all ranks to cancel the running calls of this group, and waits for the responses to
@@ -306,29 +343,6 @@ def _begun(begin: Callable[[], Future[T]], step: StepContext, lateness: int) -> 
         result = begin()
     step.made(result)
     return result
-
-
-async def _in_place(
-    place: Place,
-    moved: Sequence[Future[tuple[Batch, CallRecord]]],
-    calls: Callable[[StepContext], Coroutine[Any, Any, CallRecord]],
-    step: StepContext,
-) -> CallRecord:
-    """Waits until it is the turn of `place`, makes the calls, and leaves it. `moved`: as of a `GroupCall`. Raises
-    DeadlineExceeded where the calls before take longer than they may."""
-    try:
-        try:
-            async with asyncio.timeout(place.patience_s):
-                moves = await awaited([*moved, *place.first])
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"waited {place.patience_s:g} s for the calls before on the same devices to end"
-            ) from error
-        place.was_sent()
-        whole = await calls(step)
-        return replace(whole, parts=(*(record for _, record in moves[: len(moved)]), *whole.parts))
-    finally:
-        place.leave()
 
 
 def longest_time(session: Session, name: str) -> float:

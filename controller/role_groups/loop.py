@@ -67,12 +67,17 @@ class Loop:
         return future.result(timeout_s)
 
     def close(self) -> None:
-        """Cancels running tasks, stops the loop and joins its thread. A thread that does not end within `CLOSE_S` is
-        left to end with the process."""
+        """Cancels running tasks, stops the loop, joins its thread and frees the descriptors of the loop. A thread that
+        does not end within `CLOSE_S` is left to end with the process, and so are these. Closing it again does
+        nothing."""
+        if self._loop.is_closed():
+            return
         with contextlib.suppress(TimeoutError):
             self.start(_cancel_all()).result(CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 async def _cancel_all() -> None:

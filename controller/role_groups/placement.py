@@ -51,6 +51,7 @@ class Place:
         self.first = [each.sent if each.queue is queue else each.ended for each in before]
         self.sent, self.ended = promise(), promise()
         self._all_before = [each.ended for each in before]
+        self._has_left = False
 
     def was_sent(self) -> None:
         """Records that the requests of the call have been sent to its ranks."""
@@ -60,7 +61,11 @@ class Place:
         self.sent.set_result(None)
 
     def leave(self) -> None:
-        """Records that the call has ended, or will not be made. Later calls still wait for the calls before it."""
+        """Records that the call has ended, or will not be made. Later calls still wait for the calls before it. Again:
+        does nothing."""
+        if self._has_left:
+            return
+        self._has_left = True
         if self._meter and self._in_use:
             self._meter.end(self._devices)
             self._in_use = False

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from client.session import StepContext
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.group import LATE_S, RoleGroup
+from controller.role_groups.joint_calls import JointPlaces
 from rlhf.errors import CallCancelled, PeerFailed, ServiceLost
 from rlhf.v1 import weights_pb2
 
@@ -35,7 +36,8 @@ def sync_weights(
 ) -> FutureBatch:
     """Starts a transfer of the source's weights to all ranks of the receivers, and returns without waiting. It has one
     place in the order of calls on the devices of all of them; with `run.ahead` it enters it with the updates of its
-    step.
+    step. Where all receivers load weights beside their other calls, it has only the devices of the source, and its
+    CommitWeights has a place of its own on those of each receiver: calls on rows before that may run meanwhile.
 
     Args:
         source: Group whose ranks have a training engine.
@@ -46,41 +48,52 @@ def sync_weights(
 
     Returns:
         A batch without rows, whose record is that of the whole transfer, with metrics weights_bytes (received by all
-        ranks), weights_seconds and weights_gb_per_s, and with the calls that moved weights as its parts.
+        ranks), weights_seconds (the transfer and its commits, without their waits for other calls) and
+        weights_gb_per_s, and with the calls that moved weights as its parts.
     """
     others = [group for group in receivers if group.ranks is not source.ranks]
+    beside = all(group.runs_beside("load_weights") for group in others)
     longest_s = sum(2 * source.session.time_of(name) + LATE_S + SETTLE_S for name in STAGES)
 
-    async def transfer(step: StepContext) -> CallRecord:
-        return await _transfer(source, others, step, bucket_bytes)
+    async def transfer(step: StepContext, places: JointPlaces) -> CallRecord:
+        return await _transfer(source, others, step, bucket_bytes, places)
 
-    return source.call_with(others, transfer, longest_s, step)
+    return source.call_with(others, transfer, longest_s, step, beside=beside)
 
 
 async def _transfer(
-    source: RoleGroup, others: Sequence[RoleGroup], step: StepContext, bucket_bytes: int
+    source: RoleGroup, others: Sequence[RoleGroup], step: StepContext, bucket_bytes: int, places: JointPlaces
 ) -> CallRecord:
-    """Makes the calls of a transfer. Returns the record of the whole; its parts are those of the calls that moved
-    weights."""
-    groups, started = [source, *others], source.session.now()
-    described = await _all([group.call_within("describe_weights", step) for group in groups])
+    """Makes the calls of a transfer. Returns the record of the whole, which ends when `places.held` is left; its parts
+    are those of the calls that moved weights."""
+    beside, started = bool(places.later), source.session.now()
+    describes = [group.call_within("describe_weights", step, beside=beside) for group in others]
+    described = await run_together([source.call_within("describe_weights", step), *describes])
     lacking = [
         (group, record)
         for group, record in zip(others, described[1:], strict=True)
         if any(_lacks(response, described[0]) for response in record.responses)
     ]
     if not lacking:
-        return _summary(source, described[0], started, 0)
+        return _summary(source, described[0], (started, source.session.now()), 0)
     message = _message(source, described[0], lacking, bucket_bytes)
     state_id = described[0].responses[0].outcome.state_id
     loads = [
-        group.call_within("load_weights", step, transfer=message, state_id=state_id) for group, _ in lacking
+        group.call_within("load_weights", step, beside=beside, transfer=message, state_id=state_id)
+        for group, _ in lacking
     ]
-    moved = await _all([source.call_within("send_weights", step, transfer=message), *loads])
-    commits = [group.call_within("commit_weights", step, transfer=message.id) for group, _ in lacking]
-    committed = await _all(commits)
+    moved = await run_together([source.call_within("send_weights", step, transfer=message), *loads])
+    ended = source.session.now()
+    if beside:
+        places.held.leave()
+    commits = [
+        group.call_within("commit_weights", step, places.later.get(group.name), transfer=message.id)
+        for group, _ in lacking
+    ]
+    committed = await run_together(commits)
     received = sum(response.received_bytes for record in moved[1:] for response in record.responses)
-    return _summary(source, described[0], started, received, (*moved, *committed))
+    ended = ended if beside else source.session.now()
+    return _summary(source, described[0], (started, ended), received, (*moved, *committed))
 
 
 def _message(
@@ -125,12 +138,17 @@ def _lacks(response: Any, described: CallRecord) -> bool:
 def _summary(
     source: RoleGroup,
     described: CallRecord,
-    started: float,
+    times: tuple[float, float],
     received: int,
     parts: tuple[CallRecord, ...] = (),
 ) -> CallRecord:
-    ended = source.session.now()
-    seconds = max(ended - started, 1e-9)
+    """Returns the record of a transfer from `times[0]` to `times[1]`, Unix times in seconds. The longest commit after
+    that counts in its metric weights_seconds too."""
+    started, ended = times
+    commits = [part for part in parts if part.method == "commit_weights" and part.started_s >= ended]
+    seconds = max(ended - started, 1e-9) + max(
+        (each.ended_s - each.started_s for each in commits), default=0.0
+    )
     metrics = {
         "weights_bytes": float(received),
         "weights_seconds": seconds,
@@ -139,10 +157,10 @@ def _summary(
     return CallRecord(source.name, SYNC, started, ended, metrics, described.policy_version, (), parts)
 
 
-async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def run_together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs calls at the same time and returns their results, in order. Where one fails, the others have SETTLE_S to end
     and are then cancelled; raises the error of the rank that is lost, or else the first that is no consequence of
-    another's."""
+    another's; CallCancelled where all that did not succeed were cancelled from outside."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -153,8 +171,10 @@ async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     errors = [error for task in tasks if not task.cancelled() and (error := task.exception())]
-    if errors or any(task.cancelled() for task in tasks):
+    if errors:
         raise min(errors, key=_blame)
+    if any(task.cancelled() for task in tasks):
+        raise CallCancelled("a call of the transfer of weights was cancelled")
     return [task.result() for task in tasks]
 
 

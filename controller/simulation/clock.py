@@ -45,7 +45,7 @@ class _WaitingSelector(selectors.DefaultSelector):
         if events or timeout == 0:
             return events
         if timeout is None:
-            self._threads.stuck = True
+            self._threads.stuck = self._threads.stuck or "a thread waits, and no call is under way"
             return super().select(None)
         self._pass_time(timeout)
         return []

@@ -252,9 +252,10 @@ def _service(
 def _mesh(table: ServiceTable) -> Mesh:
     """Returns the mesh of a service's ranks; all are data ranks where the table has none."""
     training = getattr(table, "mesh", "")
+    generation = generation_sizes(getattr(table, "generation_mesh", ""), training)
     if not training:
-        return Mesh(1, 1, table.ranks)
-    return Mesh(*parse(training), *generation_sizes(getattr(table, "generation_mesh", ""), training))
+        return Mesh(1, 1, table.ranks, *generation, usual_order=generation != (1, 1))
+    return Mesh(*parse(training), *generation)
 
 
 def _input_form(table: ServiceTable) -> Any:

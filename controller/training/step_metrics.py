@@ -52,7 +52,8 @@ class StepMetrics:
             name = self.sources.get(record.service, record.service)
             calls.setdefault((name, record.method), []).append(record)
             key = f"time/{self._stage(record)}_s"
-            stages[key] = stages.get(key, 0.0) + record.seconds
+            seconds_of = record.metrics.get("weights_seconds", record.seconds)
+            stages[key] = stages.get(key, 0.0) + seconds_of
         metrics = step.metrics | step.context.noted | left_out
         for (service, method), records in calls.items():
             if method == SYNC:

@@ -16,15 +16,19 @@ class Mesh:
     generation replica are contiguous, tensor ranks innermost, as inference engines require; where the two meshes are
     equal this is the usual order of Megatron: tensor index r % t, stage r // t % p.
 
+    Ranks without model parallelism in training (p = t = 1) may generate on any pg and tg whose product divides d, in
+    the usual order: a generation replica then consists of pg tg data ranks.
+
     Args:
         pipeline, tensor, data: Sizes p, t and d of the training mesh. Default: 1.
         generation_pipeline, generation_tensor: Sizes pg and tg of the generation mesh. 0, the default, is replaced
             by p or t, respectively.
         usual_order: Numbers the training ranks in the usual order whatever the generation mesh is, so that shards
-            do not nest (HybridFlow-V, section 5.4). `micro_data_group` is undefined then.
+            do not nest (HybridFlow-V, section 5.4). `micro_data` and `micro_data_group` are undefined then.
 
     Raises:
-        ConfigError: A size is below 1, or pg does not divide p, or tg does not divide t.
+        ConfigError: A size is below 1, or pg does not divide p, or tg does not divide t, where data ranks cannot form
+            the generation replicas either.
     """
 
     pipeline: int = 1
@@ -40,6 +44,8 @@ class Mesh:
                 raise ConfigError(f"mesh: the {name} size must be at least 1 (given: {whole})")
         object.__setattr__(self, "generation_pipeline", self.generation_pipeline or self.pipeline)
         object.__setattr__(self, "generation_tensor", self.generation_tensor or self.tensor)
+        if self.usual_order and self.pipeline == self.tensor == 1 and self.data % self.replica_size == 0:
+            return
         for name, part, whole in (
             ("pipeline", self.generation_pipeline, self.pipeline),
             ("tensor", self.generation_tensor, self.tensor),
@@ -64,8 +70,8 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """Number of generation replicas, dg d."""
-        return self.micro_data * self.data
+        """Number of generation replicas: dg d where shards nest."""
+        return self.size // self.replica_size
 
     @property
     def replica_size(self) -> int:
@@ -117,5 +123,6 @@ class Mesh:
         training = f"{self.pipeline}-{self.tensor}-{self.data}"
         if (self.generation_pipeline, self.generation_tensor) == (self.pipeline, self.tensor):
             return training
-        generation = f"{self.generation_pipeline}-{self.generation_tensor}-{self.micro_data}-{self.data}"
+        dealt = f"{self.micro_data}-{self.data}" if self.micro_data else f"{self.replicas}"
+        generation = f"{self.generation_pipeline}-{self.generation_tensor}-{dealt}"
         return f"{training} / {generation}" + (", usual order" if self.usual_order else "")

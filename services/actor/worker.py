@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.errors import InvalidRequest, Refused
+from rlhf.errors import ConfigError, InvalidRequest, Refused
 from rlhf.v1 import actor_pb2, rollout_pb2, worker_pb2
 from services.actor.losses import policy_loss, pretraining_loss, supervised_loss, surrogate_of
 from services.actor.parity import DRIFT, drifting_rows, rollout_parity
 from services.actor.rollout_check import verify_rollout
 from services.compute.heads import PolicyHead, PolicyOutput
 from services.compute.microbatch import MicroBatch
-from services.engines.base import LossFn
+from services.engines.base import LossFn, TrainEngine
+from services.engines.generation_shards import GenerationWeights
+from services.engines.implementation import compute_dtype
 from services.generation.generator import ID_DTYPE, SequenceGenerator
 from services.models.families import load_causal_lm
 from services.roles.columns import jagged_column, jagged_ids, on_device, sequence_columns, token_column
@@ -28,6 +30,7 @@ from services.roles.update_loss import LossTerm
 from services.rollout.factory import make_rollout
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
+from services.weights.resharding import Resharding
 from settings.actor import ActorTable
 
 _NO_WEIGHTS = -1
@@ -49,7 +52,8 @@ class ActorWorker(ModelWorker):
 
     def __init__(self, table: ActorTable, ranks: Ranks) -> None:
         super().__init__(table, ranks, load_causal_lm, table.optimizer)
-        shards = self.engine.generation_shards
+        self._generation_weights = _generation_weights(table, self.engine, ranks, self.torch_device)
+        shards = self._generation_weights.generation_shards
         self.rollout = make_rollout(table, shards, ranks.mesh, self.torch_device)
         self._generator = SequenceGenerator(self, self.rollout, table.model)
         self._texts = self._generator.texts
@@ -230,7 +234,7 @@ class ActorWorker(ModelWorker):
         the same policy version and it is awake on all ranks."""
         is_apart = self._rollout_version != self.policy_version or self.rollout.is_asleep
         if not any(self.ranks.total([is_apart], call.peers_deadline)):
-            verify_rollout(self.rollout, self.engine, self.weight_check)
+            verify_rollout(self.rollout, self._generation_weights, self.weight_check)
 
     def _update_rollout(self, call: CallContext) -> None:
         """Loads the training engine's weights into the rollout engine, on all ranks, if on any rank those of the
@@ -239,7 +243,7 @@ class ActorWorker(ModelWorker):
         if not any(self.ranks.total([is_outdated], call.peers_deadline)):
             return
         self._rollout_version = _NO_WEIGHTS
-        self.rollout.load_weights(self.engine.rollout_weights())
+        self.rollout.load_weights(self._generation_weights.rollout_weights())
         self._rollout_version = self.policy_version
 
     def _pretraining(
@@ -264,3 +268,20 @@ class ActorWorker(ModelWorker):
             return loss
 
         return LossTerm(sequences, PolicyHead(), loss_for, ("pretrain_loss",))
+
+
+def _generation_weights(
+    table: ActorTable, engine: TrainEngine, ranks: Ranks, device: torch.device
+) -> GenerationWeights:
+    """Returns the source of the weights that the rollout engine of a table loads: the training engine, or, where it has
+    no mesh and several ranks share a model to generate, what reshards its weights. Collective.
+
+    Raises:
+        ConfigError: The model cannot be shared on the table's `generation_mesh`.
+    """
+    if table.mesh or ranks.mesh.replica_size == 1:
+        return engine
+    try:
+        return Resharding(engine, table.model, ranks.mesh, dtype=compute_dtype(table), device=device)
+    except ValueError as error:
+        raise ConfigError(f"generation_mesh: {error}") from error

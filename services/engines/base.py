@@ -215,8 +215,7 @@ class TrainEngine(ABC):
         that is more, but at most `most`; `most` itself if `cached_tokens` is None.
 
         Args:
-            most: configured token budget.
-            longest: tokens of the longest row.
+            most, longest: configured token budget, and tokens of the longest row.
         """
         return most if self.cached_tokens is None else min(most, max(self.cached_tokens, longest))
 
@@ -300,8 +299,7 @@ class TrainEngine(ABC):
             yield HeldTensor(f"weight.{name}", "whole", tensor, learns=True)
 
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and the tensor of each weight that this rank generates with, one at a time. The iterator is
-        collective, as `full_tensors`, which is the default."""
+        """Yields name and tensor of each weight that this rank generates with, as `full_tensors`, the default."""
         return self.full_tensors()
 
     def weight_shards(self) -> Iterator[tuple[str, WeightShard]]:
@@ -309,6 +307,10 @@ class TrainEngine(ABC):
         ranks together what `export` writes, by the names of `full_tensors`. Default: whole tensors, each copied to the
         host memory of one rank. May be collective."""
         return dealt_to_ranks(self.full_tensors())
+
+    def local_shards(self) -> Iterator[tuple[str, WeightShard]]:
+        """Yields the weights in this rank's memory as `weight_shards`, the default, but replicas too."""
+        return self.weight_shards()
 
     @abstractmethod
     def export(
@@ -359,8 +361,7 @@ class TrainEngine(ABC):
         Default: writes the checkpoint by `save` before it returns.
 
         Args:
-            directory: path of the checkpoint, as in `save`.
-            scalars: as in `save`.
+            directory, scalars: as in `save`.
 
         Raises:
             ValueError: the directory is not empty (`agreement.PeerRankFailed` on other ranks than 0).

@@ -63,13 +63,23 @@ def rows_of_ranks(table: torch.Tensor) -> list[torch.Tensor]:
     """Returns the table that each rank passes, in rank order, on the CPU of every rank. Collective.
 
     Args:
-        table: Table of this rank [rows, columns] int64, on the CPU; ranks may have different numbers of rows.
+        table: Table of this rank [rows, columns], on the CPU; ranks may have different numbers of rows.
     """
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, torch.tensor([len(table)]))
     sizes = [int(count) for count in counts]
-    own = torch.zeros((max(sizes), table.shape[1]), dtype=torch.int64)
+    own = torch.zeros((max(sizes), table.shape[1]), dtype=table.dtype)
     own[: len(table)] = table
     gathered = [torch.empty_like(own) for _ in sizes]
     dist.all_gather(gathered, own)
     return [each[:size] for each, size in zip(gathered, sizes, strict=True)]
+
+
+def bytes_of_ranks(data: bytes) -> list[bytes]:
+    """Returns the bytes that each rank passes, in rank order, on every rank. Collective.
+
+    Args:
+        data: Bytes of this rank, of any number.
+    """
+    table = torch.tensor(list(data), dtype=torch.uint8).reshape(-1, 1)
+    return [each.numpy().tobytes() for each in rows_of_ranks(table)]

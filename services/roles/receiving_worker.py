@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,11 +26,17 @@ _DIGITS = 1 << 20
 class Inbox(ABC):
     """The way of received weights into the engine of a rank.
 
+    Args:
+        second_buffer: Whether weights arrive beside those that the engine has.
+
     Attributes:
         versions: The version that the engine has, and the one that has arrived.
+        lock: Held while `versions` changes, since weights may arrive on another thread than they are committed on.
     """
 
-    versions: Versions
+    def __init__(self, *, second_buffer: bool) -> None:
+        self.versions = Versions(second_buffer=second_buffer)
+        self.lock = threading.RLock()
 
     @abstractmethod
     def slices(self) -> Sequence[WeightSlice]:
@@ -58,11 +65,12 @@ class Inbox(ABC):
 
     @abstractmethod
     def free_buffer(self) -> None:
-        """Frees the second buffer until the next transfer, unless weights wait in it for their commit."""
+        """Frees the second buffer until the next transfer, unless weights arrive in it or wait for their commit."""
 
     def clear(self) -> None:
         """Forgets all weights: the engine has none to compute with."""
-        self.versions.clear()
+        with self.lock:
+            self.versions.clear()
 
 
 class ReceivingWorker(LanguageWorker):
@@ -111,12 +119,14 @@ class ReceivingWorker(LanguageWorker):
         self, rows: CallRows, request: rollout_pb2.CommitWeightsRequest, call: CallContext
     ) -> CallResult:
         """Implements CommitWeights: computes with the weights of the transfer from now on, if all ranks have them."""
-        with self.ranks.together(call.peers_deadline):
-            require(request, "transfer")
-            self.check_awake()
-            self.inbox.versions.check_commit(request.transfer)
-        self.weight_check.before_load()
-        self.inbox.commit()
+        # Locked, so that no other transfer begins to replace the weights that were checked.
+        with self.inbox.lock:
+            with self.ranks.together(call.peers_deadline):
+                require(request, "transfer")
+                self.check_awake()
+                self.inbox.versions.check_commit(request.transfer)
+            self.weight_check.before_load()
+            self.inbox.commit()
         self.note_version()
         return CallResult()
 
@@ -161,12 +171,13 @@ class ReceivingWorker(LanguageWorker):
     def _keep(self, version: Version) -> None:
         """Notes that the rank has the weights of a transfer already, which therefore sends it none. Raises Refused if
         it has others."""
-        if not version.state_id or self.state_id != version.state_id:
-            raise Refused(
-                f"the transfer sends rank {self.ranks.rank} no weights, and it does not have those of policy version "
-                f"{version.policy_version}"
-            )
-        self.inbox.keep(version)
+        with self.inbox.lock:
+            if not version.state_id or self.state_id != version.state_id:
+                raise Refused(
+                    f"the transfer sends rank {self.ranks.rank} no weights, and it does not have those of policy "
+                    f"version {version.policy_version}"
+                )
+            self.inbox.keep(version)
 
     def _check_slices(self, transfer: WeightTransfer, own: int) -> None:
         """Raises InvalidRequest unless a transfer has exactly the slices that this rank wants."""

@@ -10,9 +10,9 @@ from nccl_transfer.refs.weight_plans import WeightSlice
 from rlhf.errors import TransferError
 from services.roles.receiving_worker import Inbox
 from services.rollout.base import RolloutEngine
-from services.rollout_service.wanted import WantedWeights
 from services.weights.receive import Piece
-from services.weights.versions import Version, Versions
+from services.weights.versions import Version
+from services.weights.wanted import WantedWeights
 
 
 class WeightInbox(Inbox):
@@ -24,39 +24,42 @@ class WeightInbox(Inbox):
         second_buffer: Whether weights arrive beside those that the engine has. If not, they arrive in its own memory
             (`RolloutEngine.weight_memory`), or are loaded tensor by tensor where the engine has none to write to.
 
-    Attributes:
-        versions: The version that the engine has, and the one that has arrived.
+    With a second buffer, `receive` and `keep` may be called on one thread while the engine generates, and all other
+    methods are called, on another one.
     """
 
     def __init__(self, engine: RolloutEngine, wanted: WantedWeights, *, second_buffer: bool) -> None:
+        super().__init__(second_buffer=second_buffer)
         self._engine, self.wanted = engine, wanted
         self._second_buffer = second_buffer
         self._expected = sum(each.nbytes for each in wanted.slices())
-        self.versions = Versions(second_buffer=second_buffer)
         self._buffer: dict[str, Tensor] = {}
-        self._is_in_buffer = False
+        self._is_in_buffer = self._is_arriving = False
 
     def slices(self) -> Sequence[WeightSlice]:
         return self.wanted.slices()
 
     def receive(self, version: Version, pieces: Iterable[Piece]) -> int:
-        coming = _Coming(pieces, self.versions.begin)
-        if self._second_buffer:
-            self.versions.begin()  # what has arrived before was in the buffer
-            self._buffer = self._buffer or self.wanted.allocate()
-            self.wanted.write(self._buffer, coming)
-        else:
-            self._receive_in_place(coming)
-        received = coming.nbytes
-        if received != self._expected:
-            raise TransferError(f"{received} bytes of weights have arrived, of {self._expected}")
-        self._is_in_buffer = self._second_buffer
-        self.versions.complete(version)
+        coming = _Coming(pieces, self._note_first)
+        try:
+            if self._second_buffer:
+                self.wanted.write(self._emptied_buffer(), coming)
+            else:
+                self._receive_in_place(coming)
+            received = coming.nbytes
+            if received != self._expected:
+                raise TransferError(f"{received} bytes of weights have arrived, of {self._expected}")
+            with self.lock:
+                self._is_in_buffer = self._second_buffer
+                self.versions.complete(version)
+        finally:
+            self._is_arriving = False
         return received
 
     def keep(self, version: Version) -> None:
-        self._is_in_buffer = False
-        self.versions.complete(version)
+        with self.lock:
+            self._is_in_buffer = False
+            self.versions.complete(version)
 
     def commit(self) -> None:
         arrived = self.versions.arrived
@@ -69,9 +72,22 @@ class WeightInbox(Inbox):
         self.versions.commit()
 
     def free_buffer(self) -> None:
-        """Frees the second buffer until the next transfer, unless weights wait in it for their commit."""
-        if self.versions.arrived is None or not self._is_in_buffer:
-            self._buffer = {}
+        with self.lock:
+            if not (self._is_arriving or (self.versions.arrived and self._is_in_buffer)):
+                self._buffer = {}
+
+    def _emptied_buffer(self) -> dict[str, Tensor]:
+        """Returns the second buffer for a transfer that begins; what has arrived in it before is lost."""
+        with self.lock:
+            self._is_arriving = True
+            self.versions.begin()
+            self._buffer = self._buffer or self.wanted.allocate()
+            return self._buffer
+
+    def _note_first(self) -> None:
+        """Notes that the first piece of a transfer is there."""
+        if not self._second_buffer:
+            self.versions.begin()
 
     def _receive_in_place(self, pieces: Iterable[Piece]) -> None:
         memory = self._engine.weight_memory()

@@ -16,9 +16,9 @@ from services.models.tokenizers import check_vocabulary
 from services.roles.receiving_worker import ReceivingWorker
 from services.rollout.factory import make_rollout
 from services.rollout_service.inbox import WeightInbox
-from services.rollout_service.wanted import WantedWeights, weight_shards, whole_weights
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register
+from services.weights.wanted import WantedWeights, weight_shards, whole_weights
 from settings.rollout import RolloutServiceTable
 
 
@@ -49,6 +49,8 @@ class RolloutWorker(ReceivingWorker):
         self.rollout = make_rollout(table, None, ranks.mesh, self.torch_device)
         self._generator = SequenceGenerator(self, self.rollout, table.model)
         self.inbox = WeightInbox(self.rollout, self._wanted, second_buffer=table.second_buffer)
+        if table.second_buffer:
+            self.beside = frozenset({"describe_weights", "load_weights"})
 
     def check_awake(self) -> None:
         self.rollout.check_awake()

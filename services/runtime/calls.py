@@ -24,7 +24,8 @@ class ActiveCall:
         request: The request message of the method.
         context: The call as its method sees it.
         timing: Timing message of the response, filled in while the call runs.
-        ticket: Place of the call in the order of calls.
+        ticket: Place of the call in the order of calls. That of a call that runs beside the others waits in no queue.
+        beside: Whether the call runs beside those that have an order.
         fetch: Future of the call's rows; None for a call without rows, or before the fetch is queued.
         stopped: Event that is set when the call is asked to stop, together with `context.cancelled`.
         callers: Number of callers that wait for the response; a caller whose connection is lost no longer counts.
@@ -38,6 +39,7 @@ class ActiveCall:
     context: CallContext
     timing: common_pb2.Timing
     ticket: Ticket
+    beside: bool = False
     fetch: asyncio.Future[CallRows] | None = None
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     callers: int = 0

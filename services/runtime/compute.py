@@ -1,5 +1,5 @@
 """The compute thread of one rank, which runs methods one at a time and makes a call that fails on one rank fail on
-all."""
+all; and a thread for the calls that run beside those."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from services.runtime.worker import NO_ROWS, CallResult, CallRows, Worker
 
 
 class ComputeThread:
-    """Runs methods of the worker on a separate thread, one at a time.
+    """Runs methods of the worker on a separate thread, one at a time, and those of calls that run beside others on a
+    second one.
 
     Args:
         worker: Worker whose methods are run.
@@ -41,6 +42,7 @@ class ComputeThread:
         self._phase = phase
         self._check_session = check_session
         self._thread = ThreadPoolExecutor(1, "compute", initializer=worker.prepare_thread)
+        self._beside = ThreadPoolExecutor(1, "beside", initializer=worker.prepare_thread)
 
     def run_at_once(self, call: ActiveCall) -> Any:
         """Runs an instant method, which takes no rows, on the calling thread; returns its response message or raises
@@ -48,10 +50,10 @@ class ComputeThread:
         return self._encode(call, self._call_method(call, NO_ROWS))
 
     async def run(self, call: ActiveCall, rows: CallRows, failure: Exception | None) -> Any:
-        """Runs the method of a call on the compute thread; returns its response message.
+        """Runs the method of a call on its thread; returns its response message.
 
         Args:
-            call: The call, whose turn it is.
+            call: The call, whose turn it is unless it runs beside others.
             rows: Rows of the call.
             failure: Error to raise instead of running the method, such as that of the fetch, so that the other ranks
                 learn of it; None to run the method.
@@ -67,7 +69,8 @@ class ComputeThread:
         def storing() -> None:
             loop.call_soon_threadsafe(self._phase.set, worker_pb2.PHASE_STORING, call)
 
-        work = loop.run_in_executor(self._thread, self._execute, call, rows, failure, storing)
+        thread = self._beside if call.beside else self._thread
+        work = loop.run_in_executor(thread, self._execute, call, rows, failure, storing)
         is_late = await self._wait(work, call)
         error, context = work.exception(), call.context
         # A rank that was asked to stop may learn it from a peer first.
@@ -81,11 +84,12 @@ class ComputeThread:
         return work.result()
 
     async def close(self, within_s: float) -> None:
-        """Closes the worker on the compute thread and ends the thread; waits at most `within_s` seconds for that."""
+        """Closes the worker on the compute thread and ends both threads; waits at most `within_s` seconds for that."""
         closing = asyncio.get_running_loop().run_in_executor(self._thread, self._worker.close)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(closing, within_s)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._beside):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def _wait(self, work: asyncio.Future[Any], call: ActiveCall) -> bool:
         """Waits until the compute thread has run a call. At the call's deadline, asks it to stop. If it then makes no
@@ -113,7 +117,7 @@ class ComputeThread:
     def _execute(
         self, call: ActiveCall, rows: CallRows, failure: Exception | None, storing: Callable[[], object]
     ) -> Any:
-        """Runs a call on the compute thread, where it is called; returns its response message.
+        """Runs a call on its thread, where it is called; returns its response message.
 
         Args:
             failure: Error to raise instead of running the method; None to run it.
@@ -126,6 +130,8 @@ class ComputeThread:
                 raise failure
             if context.stopping:
                 raise CallCancelled(f"call {call.call_id} was cancelled before it started")
+            if call.beside:
+                return self._call_method(call, rows)
             result = self._worker.around(lambda: self._call_method(call, rows))
             if not result.verified:
                 rows.fetched.verify()

@@ -17,6 +17,7 @@ from rlhf.errors import (
     InvalidRequest,
     Refused,
     ServiceLost,
+    TooManyCalls,
     drop_frames,
 )
 from rlhf.v1 import common_pb2, worker_pb2
@@ -27,8 +28,11 @@ from services.runtime.responses import ResponseMemory
 from services.runtime.runner import CallRunner
 from services.runtime.sessions import Sessions, check_name
 from services.runtime.turn_queue import TurnQueue
+from services.runtime.turns import Ticket
 from services.runtime.worker import CallContext, Registration, Worker
 
+MAX_BESIDE = 16
+"""Most calls that may wait to run beside those that have an order."""
 GRACE_S = 5.0
 """Seconds that `CallQueue.drain` waits for the running call to end, and then for the worker to close."""
 
@@ -154,6 +158,8 @@ class CallQueue:
         """Shuts the queue down: refuses all calls but the running one, waits up to GRACE_S for that, and then, again
         up to GRACE_S, for the worker to close; ends the threads."""
         self.phase.set(worker_pb2.PHASE_DRAINING, self.phase.call)
+        for call in self._beside:
+            self._runner.stop(call)
         self._turns.wake()
         if to_come := self._responses.to_come:
             await asyncio.wait(to_come, timeout=GRACE_S)
@@ -176,11 +182,13 @@ class CallQueue:
         number whose session is not open opens its session first. An instant call whose turn it is has run when this
         returns."""
         header: common_pb2.Call = request.call
-        self._check(header)
+        beside = not header.sequence and method.snake_name in self.worker.beside
+        self._check(header, beside=beside)
         if header.sequence and header.session not in self.sessions.names:
             self.sessions.open(header)
             self._turns.begin_session(header.session)
         self._check_endpoints(method, request)
+        meets = registration.collective and self.worker.ranks.size > 1
         call = ActiveCall(
             method,
             registration,
@@ -191,27 +199,37 @@ class CallQueue:
                 stuck_timeout_s=self.worker.table.stuck_timeout_s,
             ),
             common_pb2.Timing(arrived_unix_s=time.time()),
-            self._turns.join(
-                header.session,
-                header.sequence,
-                meets=registration.collective and self.worker.ranks.size > 1,
-            ),
+            Ticket(header.session, 0, 0)
+            if beside
+            else self._turns.join(header.session, header.sequence, meets=meets),
+            beside=beside,
         )
         if registration.instant and self._turns.begin_at_once(call.ticket):
             response = self._runner.run_at_once(call)
         else:
             self._calls[header.call_id] = call
-            response = asyncio.create_task(_without_frames(self._runner.run(call)))
+            run = self._runner.run_beside if beside else self._runner.run
+            response = asyncio.create_task(_without_frames(run(call)))
             response.add_done_callback(partial(self._forget, call))
         self._responses.add(method, header, response)
         return response
 
-    def _check(self, header: common_pb2.Call) -> None:
+    @property
+    def _beside(self) -> list[ActiveCall]:
+        """The calls that run or wait beside those that have an order."""
+        return [call for call in self._calls.values() if call.beside]
+
+    def _check(self, header: common_pb2.Call, *, beside: bool) -> None:
         """Raises if this rank may not admit a call with this header.
+
+        Args:
+            beside: Whether the call is to run beside those that have an order.
 
         Raises:
             ServiceLost: The rank is shutting down.
-            Refused: The call is of an earlier epoch: the service has been restarted since.
+            Refused: The call is of an earlier epoch: the service has been restarted since. Or it is to run beside
+                others and its session is not open.
+            TooManyCalls: It is to run beside others, where MAX_BESIDE wait already.
             InvalidRequest: The call has no sequence number, which a service of several ranks requires.
         """
         ranks = self.worker.ranks
@@ -221,7 +239,11 @@ class CallQueue:
             raise Refused(
                 f"call of epoch {header.epoch}, but the service is in epoch {ranks.epoch}: it was restarted"
             )
-        if header.sequence == 0 and ranks.size > 1:
+        if beside and header.session not in self.sessions.names:
+            raise Refused(f"session {header.session!r} is not open here, so no call of it runs beside others")
+        if beside and len(self._beside) >= MAX_BESIDE:
+            raise TooManyCalls(f"{MAX_BESIDE} calls beside others wait already; try again later")
+        if header.sequence == 0 and ranks.size > 1 and not beside:
             raise InvalidRequest(
                 f"call.sequence is missing; the service has {ranks.size} ranks, which need an order"
             )

@@ -268,15 +268,14 @@ def keep_freed_memory() -> None:
 
 
 def _model_mesh(table: ServiceTable) -> Mesh | None:
-    """Returns the training and generation mesh of a table; None for a role without a model and for an empty
-    `mesh`."""
+    """Returns the training and generation mesh of a table; None for a role without a model and where no mesh is
+    given."""
     mesh = table.mesh if isinstance(table, ModelTable | RolloutServiceTable) else ""
-    if not mesh:
-        return None
-    if not isinstance(table, ActorTable):
-        return Mesh(*meshes.parse(mesh))
-    generation = meshes.generation_sizes(table.generation_mesh, mesh)
-    return Mesh(*meshes.parse(mesh), *generation, usual_order=table.transition != "hybridflow")
+    if isinstance(table, ActorTable) and (mesh or table.generation_mesh):
+        training = meshes.parse(mesh) if mesh else (1, 1, table.ranks)
+        generation = meshes.generation_sizes(table.generation_mesh, mesh)
+        return Mesh(*training, *generation, usual_order=not mesh or table.transition != "hybridflow")
+    return Mesh(*meshes.parse(mesh)) if mesh else None
 
 
 async def _run(worker: Worker, name: str) -> None:

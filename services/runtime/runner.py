@@ -92,6 +92,11 @@ class CallRunner:
         self._end_turn(call)
         return response
 
+    async def run_beside(self, call: ActiveCall) -> Any:
+        """Runs a call beside those that have an order; returns the response message of its method, or raises its
+        error."""
+        return await self._compute.run(call, NO_ROWS, None)
+
     async def run(self, call: ActiveCall) -> Any:
         """Runs a call from its fetch to its response; returns the response message of its method. A call that fails
         while it waits for its turn leaves the phase of the rank as it is.

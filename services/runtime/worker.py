@@ -197,6 +197,9 @@ class Worker:
     on_device: ClassVar[frozenset[str]] = frozenset()
     """Names of columns that methods read on the GPU: fetched ones that lie on a GPU stay on one, as `DeviceArray`.
     Their tensors must not be modified. Default: none; all columns come to host memory."""
+    beside: frozenset[str] = frozenset()
+    """Python names of methods whose calls without a sequence number run beside those that have one, on a thread of
+    their own, one at a time. They take no rows and are not collective. Default: none."""
     writes_to_rows: ClassVar[bool] = False
     """Whether arrays fetched from other ranks must be writable (see `Fetcher.fetch`). Arrays that are sent in the
     request message itself are read-only in any case."""

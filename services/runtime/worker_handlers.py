@@ -118,7 +118,11 @@ class WorkerHandlers:
             if self._guard.granted(context) < Access.CALL:
                 _hide_keys(answer)
             answer.methods.extend(
-                worker_pb2.MethodInfo(name=method.path[1:], transfer_protocol=registration.protocol)
+                worker_pb2.MethodInfo(
+                    name=method.path[1:],
+                    transfer_protocol=registration.protocol,
+                    beside=method.snake_name in self._worker.beside,
+                )
                 for method, registration in self._methods.values()
             )
             answer.table = self._worker.config_table.model_dump_json()

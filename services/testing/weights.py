@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from nccl_transfer.refs.mesh import Mesh
 from services.engines.base import TrainEngine
 from services.engines.sharded import ShardedEngine, snapshot_weights
 from services.models.families import load_causal_lm
 from services.storage.checkpoint import WeightShard
+from services.weights.resharding import Resharding
 
 
 def covered(
@@ -35,7 +37,7 @@ def covered(
 
 
 class SentWeights:
-    """A test of `EngineContract`."""
+    """Tests of `EngineContract`."""
 
     def make_engine(self, directory: Path, device: torch.device) -> TrainEngine:
         """As in `EngineContract`."""
@@ -51,6 +53,23 @@ class SentWeights:
         counts = {name: torch.zeros_like(x, dtype=torch.int64) for name, x in exported.items()}
         assert covered(engine.weight_shards(), exported, counts) == []
         assert all(bool((each == 1).all()) for each in counts.values())
+
+    def test_generation_shards_have_the_weights_that_are_exported(
+        self, task: Any, device: torch.device, tmp_path: Path
+    ):
+        engine = self.make_engine(task.directory, device)
+        weights = Resharding(
+            engine, task.directory, Mesh(), dtype=torch.float32, device=device, together_bytes=1 << 14
+        )
+        for turn in range(2):
+            task.step(engine)
+            engine.export(tmp_path / f"{turn}")
+            exported = load_causal_lm(tmp_path / f"{turn}").state_dict()
+            generation = dict(weights.rollout_weights())
+            assert generation.keys() == weights.layouts.keys()
+            for name, tensor in generation.items():
+                assert torch.equal(weights.layouts[name].whole(tensor).cpu(), exported[name])
+        assert weights.received_bytes == 0
 
     def test_weights_that_are_written_to_a_snapshot_are_there_when_it_is_restored(
         self, task: Any, device: torch.device, tmp_path: Path

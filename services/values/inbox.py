@@ -12,7 +12,7 @@ from services.engines.sharded import ShardedEngine, snapshot_weights
 from services.roles.receiving_worker import Inbox
 from services.weights.packing import WeightPacker, slice_of
 from services.weights.receive import Piece
-from services.weights.versions import Version, Versions
+from services.weights.versions import Version
 
 
 class EngineInbox(Inbox):
@@ -28,7 +28,7 @@ class EngineInbox(Inbox):
         weights = snapshot_weights(engine, self._arriving)
         self._wanted = [slice_of(name, shard) for name, shard in weights]
         self._has_arrived = False
-        self.versions = Versions(second_buffer=True)
+        super().__init__(second_buffer=True)
 
     def slices(self) -> Sequence[WeightSlice]:
         return self._wanted

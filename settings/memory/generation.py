@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from settings.memory.activations import in_forward_of_layer
-from settings.memory.shape import VOCABULARY_MULTIPLE
+from settings.memory.shape import VOCABULARY_MULTIPLE, WeightSize
+from settings.memory.shards import cut_shape
 from settings.memory.use import FLOAT32, ModelUse, RolloutUse, RowSizes
 
 CHOOSING, TRUNCATING = 16, 33
@@ -14,6 +17,10 @@ log-probabilities and tokens, and float64 probabilities and sums."""
 VLLM_BATCHED_TOKENS = 16384
 """Most tokens of a step of vLLM on GPUs of at least 70 GiB, elsewhere half as many (`default_max_num_batched_tokens` in
 vllm/engine/arg_utils.py, usage context LLM_CLASS)."""
+
+ROUND_BYTES, LEAST_BUCKET_BYTES, TOGETHER_BYTES = 32 << 20, 4096, 64 << 20
+"""Bytes that a rank without a mesh of training receives at a time for its generation shard, least bytes of those from
+one rank, and bytes of the tensors that arrive together (`services.weights.resharding`)."""
 
 
 def rows_together(use: ModelUse, rows: RowSizes) -> int:
@@ -65,6 +72,33 @@ def vllm_workspace(use: ModelUse) -> int:
     tensor = _rollout(use).tensor
     layer = (2 * use.shape.hidden + 3 * use.shape.intermediate // tensor) * use.itemsize
     return VLLM_BATCHED_TOKENS * layer + 256 * use.shape.vocabulary * 2 * FLOAT32
+
+
+def resharding_bytes(use: ModelUse) -> int:
+    """Returns the bytes in which the ranks of engines without a mesh move weights to generation shards: the bucket that
+    a rank sends, and one of each rank; for vllm also the tensors that arrive together and are fused then."""
+    rollout, ranks = _rollout(use), use.ranks
+    buckets = (1 + ranks) * max(LEAST_BUCKET_BYTES, ROUND_BYTES // ranks)
+    if rollout.engine == "hf":
+        return buckets
+    largest = max(math.prod(cut_shape(weight, rollout.tensor)) for _, weight in use.shape.weights())
+    return buckets + 2 * max(TOGETHER_BYTES, largest * use.itemsize)
+
+
+def merged_bytes(use: ModelUse) -> int:
+    """Returns the bytes of host memory in which the rank that has most keeps weights with merged adapters until they
+    are sent to generation shards: every n-th tensor in the order of names."""
+    sizes = {_name(group, weight): weight.numel for group, weight in use.shape.weights()}
+    if use.shape.tied:
+        sizes["lm_head.weight"] = use.shape.embedding.numel
+    in_order = [sizes[name] for name in sorted(sizes)]
+    return use.itemsize * max(sum(in_order[rank :: use.ranks]) for rank in range(use.ranks))
+
+
+def _name(group: str, weight: WeightSize) -> str:
+    """Returns the name of a weight in the checkpoint."""
+    within = f"layers.{group.removeprefix('layer ')}." if group.startswith("layer") else ""
+    return weight.name if weight.name == "lm_head.weight" else f"model.{within}{weight.name}"
 
 
 def _rollout(use: ModelUse) -> RolloutUse:

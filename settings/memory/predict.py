@@ -9,7 +9,14 @@ from typing import Literal
 
 from settings.memory import activations as acts
 from settings.memory.activations import token_counts
-from settings.memory.generation import cache_bytes, decoding_bytes, vllm_workspace
+from settings.memory.generation import (
+    cache_bytes,
+    decoding_bytes,
+    merged_bytes,
+    resharding_bytes,
+    vllm_workspace,
+)
+from settings.memory.shape import ModelShape
 from settings.memory.shards import (
     generation_numel,
     kept_numel,
@@ -61,20 +68,26 @@ def predict(use: ModelUse, rows: RowSizes) -> dict[StageName, Footprint]:
         ValueError: The model cannot be divided over the mesh.
     """
     pipeline, tensor, _ = use.mesh
-    for what, size, parts in (
-        ("layers", use.shape.layers, pipeline),
-        ("attention heads", use.shape.heads, tensor),
-        ("key-value heads", use.shape.kv_heads, tensor),
-        ("feed-forward units", use.shape.intermediate, tensor),
-    ):
-        if size % parts:
-            raise ValueError(f"{size} {what} cannot be divided by {parts}")
+    _check_divides(use.shape, pipeline, tensor)
+    if use.rollout is not None:
+        _check_divides(use.shape, use.rollout.pipeline, use.rollout.tensor)
     found: dict[StageName, Footprint] = {}
     for number in range(pipeline):
         for name, footprint in predict_rank(use, rows, number).items():
             if name not in found or footprint.device_bytes > found[name].device_bytes:
                 found[name] = footprint
     return found
+
+
+def _check_divides(shape: ModelShape, pipeline: int, tensor: int) -> None:
+    for what, size, parts in (
+        ("layers", shape.layers, pipeline),
+        ("attention heads", shape.heads, tensor),
+        ("key-value heads", shape.kv_heads, tensor),
+        ("feed-forward units", shape.intermediate, tensor),
+    ):
+        if size % parts:
+            raise ValueError(f"{size} {what} cannot be divided by {parts}")
 
 
 def predict_rank(use: ModelUse, rows: RowSizes, stage: int) -> dict[StageName, Footprint]:
@@ -94,7 +107,9 @@ def predict_rank(use: ModelUse, rows: RowSizes, stage: int) -> dict[StageName, F
     }
     if use.rollout is not None:
         transition, generation = generation_parts(use, rows, stage)
-        found["transition"], found["generation"] = footprint(transition), footprint(generation)
+        merged = use.adapters is not None and use.rollout.is_shared
+        copies = {"merged weights": merged_bytes(use)} if merged else NOTHING
+        found["transition"], found["generation"] = footprint(transition, copies), footprint(generation)
     found["forward"] = footprint(_forward(use, counts, stage))
     if use.learns:
         largest = max(update_moments(use, counts, stage), key=lambda moment: moment.total)
@@ -194,7 +209,7 @@ def _transition(use: ModelUse, stage: int) -> tuple[int, int]:
     idle = idle_parts(use, stage).get("generation weights", 0)
     whole = max(weight.numel for _, weight in stage_weights(use, stage)) * use.kept_itemsize
     if use.engine != "3d":
-        return idle, whole
+        return idle, resharding_bytes(use) if rollout.is_shared else whole
     if rollout.in_place:
         return idle, 0
     layers = shape.layer_numel // rollout.tensor * (use.mesh[0] // rollout.pipeline) * e

@@ -57,13 +57,15 @@ def _computed(dtype: str, on_gpu: bool) -> Literal["float32", "bfloat16"]:
 
 
 def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
-    """Returns the use of a reward model: whole on every rank unless it is sharded, and sharded by fsdp beside it
+    """Returns the use of a reward model: whole on every rank unless it is sharded, and sharded by its engine beside it
     where it learns."""
     if table.model_directory is None:
         raise NotPredicted(f"kind {table.kind} has no model of its own")
     return ModelUse(
         _shape(table.model_directory, "score"),
-        engine="whole" if table.optimizer is None and not table.sharded else "fsdp",
+        engine=table.engine if table.has_engine else "whole",
+        zero_stage=table.zero.stage,
+        offload_optimizer=table.zero.offload_optimizer,
         mesh=(1, 1, table.ranks),
         dtype=_computed(table.dtype, on_gpu),
         learns=table.optimizer is not None,
@@ -96,7 +98,7 @@ def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
         activation_checkpointing=table.activation_checkpointing,
         packing=table.packing,
         micro_batch_tokens=table.micro_batch_tokens,
-        rollout=_rollout_use(table, truncates) if isinstance(table, ActorTable) else None,
+        rollout=_rollout_use(table, truncates) if isinstance(table, ActorTable) and table.generates else None,
         on_gpu=on_gpu,
         arena_bytes=table.arena_mb << 20,
         device_arena_bytes=table.device_arena_bytes if on_gpu else 0,
@@ -106,7 +108,7 @@ def _model_use(table: ModelTable, on_gpu: bool, truncates: bool) -> ModelUse:
 def _rollout_use(table: ActorTable, truncates: bool) -> RolloutUse:
     if table.rollout_engine not in ROLLOUT_ENGINES:
         raise NotPredicted(f"rollout_engine {table.rollout_engine} is a plug-in")
-    pipeline, tensor = meshes.generation_sizes(table.generation_mesh, table.mesh or "1-1-1")
+    pipeline, tensor = meshes.generation_sizes(table.generation_mesh, table.mesh)
     gathers_all = table.transition != "hybridflow"
     return RolloutUse(
         engine=table.rollout_engine,

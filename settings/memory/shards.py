@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from settings.memory.shape import VOCABULARY_MULTIPLE, Cut, ModelShape, WeightSize
-from settings.memory.use import AdapterSize, ModelUse
+from settings.memory.use import AdapterSize, ModelUse, RolloutUse
 
 ZERO_ALIGNMENT = 2
 """Elements per rank that DeepSpeed's stages 1 and 2 align the flattened weights to (`nccl_start_alignment_factor` in
@@ -91,21 +91,29 @@ def zero_flat_numel(use: ModelUse) -> int:
 
 def generation_numel(use: ModelUse, stage: int) -> int:
     """Returns the elements of the weights that a rank of training stage `stage` generates with: the whole model, or
-    1/(pg tg) of it on a generation mesh, gathered into one buffer per weight.
+    1/(pg tg) of it on a generation mesh; without a mesh of training, those of the generation stage with most.
 
     With engine 3d the vocabulary has the padding of the training mesh.
     """
-    assert use.rollout is not None, "only actors generate"
-    shape, rollout = use.shape, use.rollout
-    if use.engine != "3d":
-        return shape.num_parameters
+    rollout = use.rollout
+    assert rollout is not None, "only actors generate"
     pipeline, tensor, _ = use.mesh
-    own = stage // (pipeline // rollout.pipeline)
-    is_first, is_last = own == 0, own == rollout.pipeline - 1
-    numel = shape.layers // rollout.pipeline * _merged_numel(shape.layer, tensor, rollout.tensor)
+    if use.engine == "3d":
+        return _generated_numel(use.shape, rollout, stage // (pipeline // rollout.pipeline), tensor)
+    if not rollout.is_shared:
+        return use.shape.num_parameters
+    stages = range(rollout.pipeline)
+    return max(_generated_numel(use.shape, rollout, own, rollout.tensor) for own in stages)
+
+
+def _generated_numel(shape: ModelShape, rollout: RolloutUse, stage: int, trained: int) -> int:
+    """Returns the elements of the generation shard of a rank of generation stage `stage`, each of whose parts consists
+    of parts of `trained` tensor ranks."""
+    is_first, is_last = stage == 0, stage == rollout.pipeline - 1
+    numel = shape.layers // rollout.pipeline * _merged_numel(shape.layer, trained, rollout.tensor)
     if is_first or (shape.shares_embedding and is_last):
-        numel += _merged_numel((shape.embedding,), tensor, rollout.tensor)
-    return numel + (_merged_numel(shape.end, tensor, rollout.tensor) if is_last else 0)
+        numel += _merged_numel((shape.embedding,), trained, rollout.tensor)
+    return numel + (_merged_numel(shape.end, trained, rollout.tensor) if is_last else 0)
 
 
 def _merged_numel(weights: Iterable[WeightSize], trained: int, generated: int) -> int:

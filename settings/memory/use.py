@@ -61,6 +61,11 @@ class RolloutUse:
     cache_bytes: int = 1 << 30
     truncates: bool = False
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks share a model to generate."""
+        return self.pipeline * self.tensor > 1
+
 
 @dataclass(frozen=True)
 class ModelUse:

@@ -216,10 +216,12 @@ def test_rank_0_warns_of_a_store_that_anybody_can_write_to(site: Site, backend: 
 
 
 def test_a_dry_run_prints_a_config_and_the_services_and_starts_nothing(site: Site) -> None:
-    ended = site.start(*PPO.split(), "--launch", "--dry-run", "--set", "run.steps=7").end(TIMEOUT_S)
+    devices = ("--set", "placement=colocate", "--set", "devices=['gpu:3','gpu:1']")
+    ended = site.start(*PPO.split(), "--launch", "--dry-run", "--set", "run.steps=7", *devices).end(TIMEOUT_S)
     assert ended.code == 0
     assert tomllib.loads(ended.out)["run"]["steps"] == 7
-    assert f"services.actor: actor, 2 ranks at {site.address('actor')}, would be started" in ended.err
+    actor = f"services.actor: actor, 2 ranks at {site.address('actor')}, rank 0 on gpu:3, rank 1 on gpu:1"
+    assert f"{actor}, would be started" in ended.err
     assert "data: 64 train and 8 held-out rows" in ended.err
     assert_nothing_was_started(site)
 

@@ -20,7 +20,7 @@ from services.compute.heads import PolicyHead, PolicyOutput
 from services.compute.jagged_rows import assemble
 from services.compute.microbatch import MicroBatch
 from services.compute.splitting import split
-from services.engines.base import OptimizerOptions
+from services.engines.base import OptimizerOptions, TrainEngine
 from services.engines.three_d.engine import ThreeDParallelEngine
 from services.engines.three_d.gather_groups import Kind
 from services.models.export import tensors_sha256
@@ -52,7 +52,7 @@ def generation_part(name: str, whole: Tensor, part: int, parts: int, padded: int
 
 
 def wrong_weights(
-    engine: ThreeDParallelEngine, mesh: Mesh, weights: dict[str, Tensor], whole: dict[str, Tensor]
+    engine: TrainEngine, mesh: Mesh, weights: dict[str, Tensor], whole: dict[str, Tensor]
 ) -> list[str]:
     """Names of tensors that came wrong, or did not come, or should not have."""
     stage, part, _ = mesh.generation_position(dist.get_rank())
@@ -91,9 +91,7 @@ def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[st
     return -output.log_probs_BR[micro_batch.response_mask_BR].sum() / 50, {}
 
 
-def training_log_probs(
-    engine: ThreeDParallelEngine, micro_batches: list[MicroBatch], lengths: np.ndarray
-) -> Any:
+def training_log_probs(engine: TrainEngine, micro_batches: list[MicroBatch], lengths: np.ndarray) -> Any:
     outputs = engine.infer(micro_batches, HEAD)
     if not engine.sees_outputs:
         return None

@@ -24,6 +24,7 @@ from services.engines.sharded import ShardedEngine
 from services.engines.three_d.engine import ThreeDParallelEngine
 from services.models.families import load_causal_lm, load_value_model
 from services.models.loading import load_on_meta
+from services.weights.resharding import Resharding
 from settings.memory.use import ModelUse
 
 CPU = torch.device("cpu")
@@ -49,9 +50,10 @@ def measure(use: ModelUse, rows: Rows, directory: Path, repeats: int = REPEATS) 
     `stage` is the rank's pipeline stage."""
     torch.manual_seed(0)
     engine = make_engine(use, directory)
+    found = measure_generation(use, directory, engine)
     micro_batches = [_micro_batch(use, rows, engine) for _ in range(MICRO_BATCHES)]
     head: Any = value_head if use.shape.head == "value" else PolicyHead()
-    found = {
+    found |= {
         "resident": _storage_bytes(engine._resident()),
         "stage": Mesh(*use.mesh).position(dist.get_rank())[0],
         "forward": _peak(lambda: engine.infer(micro_batches[:1], head), repeats),
@@ -73,6 +75,19 @@ def measure(use: ModelUse, rows: Rows, directory: Path, repeats: int = REPEATS) 
     return found
 
 
+def measure_generation(use: ModelUse, directory: Path, engine: ShardedEngine) -> dict[str, int]:
+    """Returns the bytes of the rank's generation shard, and the peak of a transition, where ranks of an engine without
+    a mesh share the model to generate."""
+    if use.rollout is None or not use.rollout.is_shared or use.engine == "3d":
+        return {}
+    mesh = Mesh(*use.mesh, use.rollout.pipeline, use.rollout.tensor, usual_order=True)
+    weights = Resharding(engine, directory, mesh, dtype=getattr(torch, use.dtype), device=CPU)
+    shard = [_storage_bytes([x for _, x in weights.rollout_weights()])]
+    most = torch.tensor(shard)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return {"generation": int(most), "transition": _peak(lambda: dict(weights.rollout_weights()), REPEATS)}
+
+
 def make_engine(use: ModelUse, directory: Path) -> ShardedEngine:
     """Builds the engine that a use describes, on the default process group."""
     dtype = getattr(torch, use.dtype)
@@ -90,7 +105,7 @@ def make_engine(use: ModelUse, directory: Path) -> ShardedEngine:
             dtype=kept,
             compute_dtype=dtype,
             optimizer=optimizer,
-            with_value_head=use.shape.head == "value",
+            load=load,
         )
     if use.engine == "3d":
         generates = use.rollout is not None

@@ -1,4 +1,4 @@
-"""An actor that gathers what it generates with drops that on Offload, and gathers it anew."""
+"""An actor that gathers what it generates with frees that on Offload, and gathers it anew."""
 
 from __future__ import annotations
 
@@ -24,18 +24,24 @@ role = "actor"
 address = "{address}"
 ranks = 2
 model = "{model}"
+{engine}
+"""
+ENGINES = {
+    "3d": """
 engine = "3d"
 mesh = "1-2-1"
 generation_mesh = "1-1-2-1"
 transition = "hybridflow_v"
-"""
+""",
+    "fsdp": 'generation_mesh = "1-2-1"',
+}
 
 
-@pytest.fixture
-def actor(task: Task, tmp_path: Path) -> Iterator[Service]:
+@pytest.fixture(params=ENGINES)
+def actor(request: pytest.FixtureRequest, task: Task, tmp_path: Path) -> Iterator[Service]:
     address = f"127.0.0.1:{free_ports(1)[0]}"
     config = tmp_path / "config.toml"
-    config.write_text(CONFIG.format(address=address, model=task.model))
+    config.write_text(CONFIG.format(address=address, model=task.model, engine=ENGINES[request.param]))
     processes = Processes()
     command = ("torchrun", "--rdzv-backend=rlhf", "--nproc-per-node", "2", "-m", "services.actor")
     log = (tmp_path / "log").open("w")

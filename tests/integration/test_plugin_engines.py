@@ -72,7 +72,7 @@ def on_path(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (
             "services.actor.rollout_engine='plane'",
-            r"services\.actor\.rollout_engine: 'plane' is unknown; did you mean 'plain'\?; known: hf, plain, vllm",
+            r"services\.actor\.rollout_engine: 'plane' is unknown; did you mean 'plain'\?; known: hf, .*plain, vllm",
         ),
         (
             "services.critic.engine='replicate'",

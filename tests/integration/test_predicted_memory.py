@@ -43,6 +43,7 @@ THREE_D = replace(FSDP, engine="3d", mesh=(1, 2, 2))
 TWO_RANKS = {
     "fsdp": (FSDP, MANY),
     "fsdp, bfloat16, few tokens": (replace(FSDP, dtype="bfloat16"), FEW),
+    "fsdp, generating together": (replace(FSDP, rollout=RolloutUse(tensor=2)), MANY),
     "zero-2": (ZERO, MANY),
     "zero-3, few tokens": (replace(ZERO, zero_stage=3), FEW),
 }
@@ -51,6 +52,10 @@ MORE_OF_FSDP = {
     "fsdp, bfloat16": (replace(FSDP, dtype="bfloat16"), MANY),
     "fsdp, recomputed": (replace(FSDP, activation_checkpointing=True), MANY),
     "fsdp, value head": (replace(FSDP, shape=SHAPE.with_head("value")), MANY),
+    "fsdp, generating in two stages in bfloat16": (
+        replace(FSDP, dtype="bfloat16", rollout=RolloutUse(pipeline=2)),
+        MANY,
+    ),
     "fsdp, frozen": (replace(FSDP, learns=False), MANY),
 }
 MORE_OF_ZERO = {
@@ -58,6 +63,7 @@ MORE_OF_ZERO = {
     "zero-2, few tokens": (ZERO, FEW),
     "zero-2, bfloat16": (replace(ZERO, dtype="bfloat16"), MANY),
     "zero-3": (replace(ZERO, zero_stage=3), MANY),
+    "zero-3, generating together": (replace(ZERO, zero_stage=3, rollout=RolloutUse(tensor=2)), FEW),
     "zero-3, frozen": (replace(ZERO, zero_stage=3, learns=False), FEW),
 }
 FOUR_RANKS = {
@@ -127,13 +133,19 @@ def _differences(use: ModelUse, rows: Rows, stage: int, found: dict[str, int]) -
     stages = predict_rank(use, sizes, stage)
     idle = stages["idle"]
     bucket = idle.device.get("reduction bucket", 0)
-    predicted = {"resident": idle.device_bytes - bucket}
+    predicted, apart, wrong = {}, 0, []
+    if "generation" in found:
+        predicted["generation"] = apart = idle.device["generation weights"]
+        most = sum(stages["transition"].device[name] for name in ("generation weights", "gathered tensors"))
+        if not apart / 2 <= found["transition"] <= most:
+            wrong.append(f"the transition peaks at {found['transition']} bytes, predicted at most {most}")
+    predicted["resident"] = idle.device_bytes - bucket - apart
     if use.learns:
         predicted["snapshot"] = stages["update"].host["snapshot before the update"]
         # All three are float32 and have the sizes of the weights that learn.
         predicted["gradients"] = predicted["snapshot"] // 3
     exact = {name: (found[name], nbytes) for name, nbytes in predicted.items()}
-    wrong = [f"{name} has {x} bytes, predicted {y}" for name, (x, y) in exact.items() if x != y]
+    wrong += [f"{name} has {x} bytes, predicted {y}" for name, (x, y) in exact.items() if x != y]
     tolerance = TOLERANCE_OF_STAGE_3 if use.engine == "zero" and use.zero_stage == 3 else TOLERANCE
     for name in PEAKS:
         if name in found:

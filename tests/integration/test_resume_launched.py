@@ -54,6 +54,7 @@ ENGINES: dict[str, dict[str, dict[str, Any]]] = {
         "actor": {"engine": "zero", "zero": {"stage": 3}},
         "critic": {"ranks": 2, "engine": "zero", "zero": {"stage": 2}},
     },
+    "fsdp, generating together": {"actor": {"ranks": 2, "generation_mesh": "1-2-1"}},
     "lora": {"actor": {"lora": {"rank": 8}}},
     "vllm": {"actor": {"rollout_engine": "vllm", "startup_timeout_s": 200.0}},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +20,23 @@ from settings.reward import RewardTable
 pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 
 
+ENGINES: dict[str, dict[str, Any]] = {"fsdp": {}, "zero, stage 3": {"engine": "zero", "zero": {"stage": 3}}}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    if request.param != "fsdp":
+        pytest.importorskip("deepspeed")
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def sharded(config: Config, task: Task, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Config]:
+def sharded(
+    engine: str, config: Config, task: Task, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Config]:
     table = RewardTable.model_validate(
         {"role": "reward", "address": f"127.0.0.1:{free_ports(1)[0]}", "ranks": 2, "kind": "model", "sharded": True,
-         "model": task.own_scorer, "dtype": "float32"}
+         "model": task.own_scorer, "dtype": "float32", **ENGINES[engine]}
     )  # fmt: skip
     alone = config.model_copy(update={"services": {"reward": table}})
     directory, processes = tmp_path_factory.mktemp("sharded"), Processes()
@@ -42,7 +55,9 @@ def texts(*responses: str) -> FutureBatch:
 
 
 @pytest.mark.parametrize("count", [7, 1])
-def test_two_ranks_score_together_as_one_forward_pass_does(sharded: Config, task: Task, count: int) -> None:
+def test_two_ranks_score_together_as_one_forward_pass_does(
+    sharded: Config, task: Task, engine: str, count: int
+) -> None:
     """Of one row, the second rank takes part without any."""
     tokenizer = AutoTokenizer.from_pretrained(task.own_scorer)
     model = AutoModelForSequenceClassification.from_pretrained(task.own_scorer).eval()
@@ -51,7 +66,7 @@ def test_two_ranks_score_together_as_one_forward_pass_does(sharded: Config, task
     pairs = zip(read["prompt"].texts, read["response"].texts, strict=True)  # type: ignore[union-attr]
     expected = [score_alone(model, tokenizer(prompt + response)["input_ids"]) for prompt, response in pairs]
     with reward_group(sharded) as group:
-        assert group.description.engine == "model, sharded by fsdp"
+        assert group.description.engine == f"model, sharded by {engine}"
         found = rewards(group.compute_reward(batch))
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 

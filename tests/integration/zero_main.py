@@ -20,7 +20,7 @@ from services.engines.base import NonFiniteGradient
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.three_d.engine import ThreeDParallelEngine
 from services.engines.zero.engine import ZeROEngine
-from services.models.families import load_causal_lm
+from services.models.families import load_causal_lm, load_value_model
 
 CPU = torch.device("cpu")
 
@@ -210,7 +210,13 @@ def interchanged(
 def run_values(stage: int, offloads: bool, directory: Path, reference: Path, out: Path) -> dict:
     """A value model: its weights after steps."""
     engine = ZeROEngine(
-        directory, stage, CPU, dtype=torch.float64, optimizer=OPTIONS, offloads=offloads, with_value_head=True
+        directory,
+        stage,
+        CPU,
+        dtype=torch.float64,
+        optimizer=OPTIONS,
+        offloads=offloads,
+        load=load_value_model,
     )
     rows = rows_of(Mesh(data=engine.data_size), engine.data_rank)
     micro_batches = rows.micro_batches()

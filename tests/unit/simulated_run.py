@@ -5,6 +5,7 @@ a service gives other numbers."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import zlib
@@ -29,7 +30,7 @@ from controller.training.run import Run
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch, LocalColumn
 from nccl_transfer.refs.columns import Jagged
-from rlhf.contract import Method
+from rlhf.contract import Method, group_methods
 from rlhf.errors import RlhfError
 from rlhf.v1 import reward_pb2, worker_pb2
 
@@ -111,7 +112,7 @@ class SimulatedRanks:
         self._weather, self._log = weather, log
         self._turn = asyncio.Lock()
 
-    def address(self, header: Any) -> None:
+    def address(self, header: Any, *, beside: bool = False) -> None:
         """Numbers are not looked at: the lock of `send` keeps the order."""
 
     async def send(
@@ -121,9 +122,11 @@ class SimulatedRanks:
         requests: list[bytes],
         timeout_s: float,
         was_sent: Callable[[], None],
+        *,
+        beside: bool = False,
     ) -> list[Any]:
         was_sent()
-        async with self._turn:
+        async with contextlib.nullcontext() if beside else self._turn:
             request = method.request.FromString(requests[0])
             await self._weather.pass_over(f"{self.service}.{method.snake_name}", request.call.step)
             return [self._answer(method, request)]
@@ -288,6 +291,13 @@ class Simulation:
                     ranks=[worker_pb2.RankInfo()],
                     mesh=worker_pb2.MeshShape(pipeline=1, tensor=1, data=1),
                     input_form=worker_pb2.INPUT_FORM_TENSOR,
+                    methods=[
+                        worker_pb2.MethodInfo(
+                            name=method.path[1:], beside=getattr(table, "second_buffer", False)
+                        )
+                        for method in map(group_methods(table.role).get, ("describe_weights", "load_weights"))
+                        if method
+                    ],
                 ),
                 self.config.devices_of(name),
                 session,
@@ -313,7 +323,6 @@ class Simulation:
                 self.algorithm(run)
         finally:
             cluster._loop.close()
-            cluster._loop._loop.close()  # thousands of runs in one process would need as many descriptors
         return self
 
     def states(self) -> dict[str, tuple[int, int]]:

@@ -16,6 +16,7 @@ import torch
 from transformers import Qwen2Config
 
 from nccl_transfer.rows import FetchedRows
+from rlhf.errors import Refused
 from rlhf.v1 import actor_pb2, common_pb2
 from services.actor.role import worker_class
 from services.actor.worker import ActorWorker
@@ -53,6 +54,24 @@ def test_generated_token_ids_leave_the_actor_as_int32(actor: ActorWorker) -> Non
     dtypes = {name: columns[name].values.dtype for name in ("prompt_ids", "response_ids")}
     assert dtypes == {"prompt_ids": torch.int32, "response_ids": torch.int32}
     assert columns["prompt_ids"].values.tolist() == [3, 5]
+
+
+def test_an_actor_whose_responses_another_service_generates_has_no_rollout_engine(
+    tiny_llama_dir: Path,
+) -> None:
+    table = {"role": "actor", "address": "127.0.0.1:1", "model": tiny_llama_dir, "rollout_engine": "none"}
+    actor = ActorWorker(ActorTable.model_validate(table), Ranks(0, 1, 0))
+    described = actor.describe()
+    assert described.engine == "fsdp, rollout none"
+    assert (
+        "it generates no responses, since rollout_engine is none: a rollout service does" in described.limits
+    )
+    request = actor_pb2.GenerateSequencesRequest(sampling=actor_pb2.Sampling(max_new_tokens=4))
+    with pytest.raises(Refused, match="this service generates no responses: a rollout service does"):
+        actor.generate_sequences(text_rows(), request, make_call())
+    assert actor.tokenize(text_rows(), actor_pb2.TokenizeRequest(), make_call()).columns
+    assert actor.offload(text_rows(), None, make_call()).fields == {"moved_bytes": 0}
+    actor.onload(text_rows(), None, make_call())
 
 
 def test_an_actor_that_was_offloaded_generates_after_it_has_loaded_a_checkpoint(

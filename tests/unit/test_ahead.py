@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ from controller.algorithms.grpo import compute_advantage
 from controller.config.config import load
 from controller.training.run import Run
 from controller.training.step import Step
+from rlhf import plugins
 from rlhf.errors import ConfigError, InvalidRequest, RlhfError
 
 pytestmark = pytest.mark.timeout(60)
 
 NAMES = ("ppo", "grpo", "rloo", "dapo", "safe_rlhf", "remax", "reinforce_pp")
+ENTRY_POINTS = cache(entry_points)
 ADAPTIVE = ("algorithm.kl_target=0.01", "algorithm.kl_horizon=200", "algorithm.kl_reward_coefficient=0.05")
 ROLES = {
     "ppo": ("actor", "critic", "reference", "reward"),
@@ -145,6 +149,15 @@ def test_a_rollout_service_generates_with_the_weights_that_the_actor_would(name:
         assert states == own.states()
 
 
+def test_new_weights_arrive_while_the_rollout_service_generates(tmp_path: Path) -> None:
+    steps, generate = range(2, 6), "rollout.generate_sequences"
+    table = ("run.ahead=1", "run.evaluate_every=0", ROLLOUT)
+    # Each generation goes on until the weights of the update before have begun to arrive, and gets none of them.
+    weather = Weather(after={(generate, step, 1): ("rollout.load_weights", step - 1) for step in steps})
+    run = simulate(tmp_path, "ppo", *table, weather=weather)
+    assert results(run) == results(simulate(tmp_path, "ppo", *table))
+
+
 def test_without_ahead_calls_come_as_the_algorithm_makes_them(tmp_path: Path) -> None:
     run = simulate(tmp_path, "ppo", "run.steps=2", "run.evaluate_every=0")
     order = ["generate_sequences", "compute_log_prob", "update_actor"]
@@ -209,9 +222,13 @@ def test_values_of_a_service_of_their_own_are_those_of_the_critic(ahead: int, tm
     assert {entry.service for entry in placed.log if entry.method == "compute_values"} == {"values"}
 
 
-def random_run(directory: Path, seed: int, *, fails: bool) -> None:
-    """A run of a random algorithm on random pools, with random delays and rows in chunks, that has the results of one
-    without delays and in one chunk; or one of whose calls fails, with the error of the call."""
+STORMS = (False, True, False, True, False)
+"""Whether a call fails in each of the schedules of a configuration."""
+
+
+def random_runs(directory: Path, seed: int) -> None:
+    """Runs of a random algorithm on random pools, with random delays and rows in chunks, that have the results of one
+    without delays and in one chunk, or one of whose calls fails, with the error of the call."""
     chosen = random.Random(seed)
     name = chosen.choice(NAMES)
     ahead, every = chosen.choice((0, 1, 1, 2, 3)), chosen.choice((0, 2, 3))
@@ -231,29 +248,40 @@ def random_run(directory: Path, seed: int, *, fails: bool) -> None:
     calm = simulate(directory, name, *table, every=every)
     check_rows(calm, ahead)
     table.append(f"rollout.chunks={chosen.randint(1, 4)}")
-    weather = Weather(seed, 0.003, chosen.randint(1, len(calm.log)) if fails else 0)
-    if fails:
-        with pytest.raises(RlhfError, match="struck by lightning"):
-            simulate(directory, name, *table, every=every, weather=weather)
-    else:
-        stormy = simulate(directory, name, *table, every=every, weather=weather)
-        check_rows(stormy, ahead)
-        assert results(stormy) == results(calm)
+    for number, fails in enumerate(STORMS):
+        weather = Weather(
+            len(STORMS) * seed + number, 0.003, chosen.randint(1, len(calm.log)) if fails else 0
+        )
+        if fails:
+            with pytest.raises(RlhfError, match="struck by lightning"):
+                simulate(directory, name, *table, every=every, weather=weather)
+        else:
+            stormy = simulate(directory, name, *table, every=every, weather=weather)
+            check_rows(stormy, ahead)
+            assert results(stormy) == results(calm)
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["delays", "failures"])
-def test_random_schedules(fails: bool, tmp_path: Path) -> None:
-    for seed in range(8):
-        random_run(tmp_path, seed, fails=fails)
+@pytest.fixture
+def known_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has entry points looked up once: a run does so once, which takes as long as the rest of a simulated one."""
+    monkeypatch.setattr(plugins, "entry_points", ENTRY_POINTS)
+
+
+@pytest.mark.parametrize("part", range(6))
+@pytest.mark.usefixtures("known_plugins")
+def test_random_schedules(part: int, tmp_path: Path) -> None:
+    """300 schedules in all."""
+    for seed in range(10 * part, 10 * (part + 1)):
+        random_runs(tmp_path, seed)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("fails", [False, True], ids=["delays", "failures"])
-def test_many_random_schedules(fails: bool, tmp_path: Path) -> None:
-    for seed in range(1000, 2500):
-        random_run(tmp_path, seed, fails=fails)
-        if seed % 50 == 0:
+@pytest.mark.usefixtures("known_plugins")
+def test_3000_random_schedules(tmp_path: Path) -> None:
+    for seed in range(1000, 1600):
+        random_runs(tmp_path, seed)
+        if seed % 10 == 0:
             gc.collect()  # runs that fail are kept by their errors, with the files of their data
 
 

@@ -146,7 +146,15 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
         ("services.actor.engine='3d'", r"services\.actor: mesh '' is not p-t-d: .*for example 1-2-2"),
         (
             "services.actor.generation_mesh='1-1-2-1'",
-            r"services\.actor: generation_mesh is for engine 3d, and engine is fsdp",
+            r"services\.actor: generation_mesh '1-1-2-1' is not p-t-d: .*for example 1-2-2",
+        ),
+        (
+            "services.actor.generation_mesh='1-3-1'",
+            r"services\.actor: generation_mesh 1-3-1 has 3 ranks, and ranks is 2; the nearest that fit: 1-2-1",
+        ),
+        (
+            "services.actor.rollout_engine='vllm'\nservices.actor.generation_mesh='2-1-1'",
+            r"without pipeline stages, and generation_mesh 2-1-1 has 2; for example generation_mesh 1-1-2",
         ),
         ("services.actor.vllm.kv_cache=1", r"services\.actor\.vllm\.kv_cache: .*did you mean 'kv_cache_gb'"),
         (
@@ -231,6 +239,10 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
             r"algorithm\.value_loss: 'no:loss' cannot be imported: ModuleNotFound",
         ),
         ("algorithm.aggregation='mean'", r"algorithm\.aggregation: .*'token-mean'.*given: 'mean'"),
+        (
+            "services.actor.rollout_engine='none'",
+            r"services\.actor\.rollout_engine: none is for an actor whose responses a service .*has none",
+        ),
     ],
 )
 def test_an_impossible_setting_is_refused_in_one_line(setting: str, expected: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import os
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 
@@ -31,6 +32,16 @@ def test_a_batch_of_futures_waits_for_nothing_until_asked() -> None:
     result = doubled.result(["prompt", "values"], TIMEOUT_S)
     assert result["prompt"].values == ["b", "a"]  # type: ignore[union-attr]
     assert result["values"].values.tolist() == [2.0, 1.0]  # type: ignore[union-attr]
+
+
+def test_a_closed_loop_keeps_no_descriptors_and_may_be_closed_again() -> None:
+    counts = []
+    for _ in range(20):
+        loop = Loop()
+        loop.close()
+        loop.close()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[-1] < counts[0] + 10
 
 
 def test_an_error_passes_through_to_whoever_asks() -> None:

@@ -87,7 +87,7 @@ def test_what_a_model_says_about_generating_stays_with_it(tiny_llama_dir: Path, 
 
 @every_stage
 def test_a_value_model_learns_and_is_exported_with_its_head(tiny_llama_dir: Path, tmp_path: Path, stage: int):
-    engine = make_engine(tiny_llama_dir, stage, with_value_head=True)
+    engine = make_engine(tiny_llama_dir, stage, load=load_value_model)
     engine.step(micro_batches(), value_head, lambda values_BR, _: (values_BR.sum() / 100, {}))
     engine.export(tmp_path / "export")
     loaded = load_value_model(tmp_path / "export")

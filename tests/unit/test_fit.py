@@ -61,6 +61,17 @@ def test_a_dry_run_refuses_a_misfit(tmp_path: Path) -> None:
     assert (ran.exit_code, ran.output) == (2, f"error: {MISFIT}\n")
 
 
+@pytest.mark.parametrize("engine", ["fsdp", "zero"])
+def test_a_model_that_does_not_divide_over_its_generation_mesh_is_refused(
+    engine: str, tmp_path: Path
+) -> None:
+    keys = ("ranks=8", "generation_mesh='1-8-1'", f"engine='{engine}'", f"model='{model(tmp_path, SHAPE)}'")
+    config = load(QUICKSTART, tuple(f"services.actor.{key}" for key in keys))
+    with pytest.raises(ConfigError) as raised:
+        check_model_fits("actor", config.services["actor"])
+    assert str(raised.value) == MISFIT.replace("mesh", "generation_mesh", 1)
+
+
 def test_vllm_is_refused_where_heads_are_too_small(tmp_path: Path) -> None:
     shape = SHAPE | {"head_dim": None, "hidden_size": 96}
     keys = ("rollout_engine='vllm'", f"model='{model(tmp_path, shape)}'")

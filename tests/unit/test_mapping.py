@@ -13,18 +13,20 @@ from unit.test_memory_check import LLAMA_7B
 
 from controller.algorithms import find_algorithm
 from controller.config.config import load
+from controller.mapping import cli
 from controller.mapping import devices as device_tables
 from controller.mapping.cli import main
 from controller.mapping.dataflow import Dataflow
 from controller.mapping.devices import built_in_devices, device_group, read_devices
 from controller.mapping.layouts import layouts
-from controller.mapping.mapper import find_plan, predicted_bytes
+from controller.mapping.mapper import find_plan, named_plans, predicted_bytes
 from controller.mapping.problem import Problem, paper_workload, ppo_problem
 from controller.mapping.record import record_dataflow
 from controller.mapping.simulate import Site, generation_s, inference_s, training_s, transition_s
 from controller.mapping.workload import LengthShares, Workload
 from controller.training.algorithm import Algorithm
 from controller.training.run import Run
+from deploy.devices import gpus_by_service
 from deploy.memory import predict_memory
 from rlhf.errors import ConfigError
 from settings.memory.predict import predict
@@ -293,13 +295,17 @@ def test_where_nothing_fits_the_least_devices_are_told(config_file: Path) -> Non
     assert rlhf_map("find", config_file, "--devices", f"A100-80GB:{int(least[1]) - 1}").exit_code == 1
 
 
+@pytest.mark.parametrize("zero", [False, True], ids=["fsdp", "zero"])
 @pytest.mark.parametrize("learns", [False, True], ids=["scores", "learns"])
-def test_a_sharded_reward_stays_sharded_and_recomputes_nothing(config_file: Path, learns: bool) -> None:
-    """A reward service shards by fsdp alone, and has no activation checkpointing."""
+def test_a_sharded_reward_stays_sharded_and_recomputes_nothing(
+    config_file: Path, learns: bool, zero: bool
+) -> None:
+    """Plans shard a reward by fsdp alone, which has no activation checkpointing there."""
     planned = config_file.with_name("plan.toml")
     keys = [
         "services.reward.sharded=true",
         *(["services.reward.optimizer.learning_rate=1e-5"] if learns else []),
+        *(["services.reward.engine='zero'", "services.reward.zero.stage=3"] if zero else []),
     ]
     settings = [part for key in keys for part in ("--set", key)]
     ran = rlhf_map("find", config_file, "--devices", "A100-80GB:8", *settings, "-o", planned)
@@ -347,6 +353,23 @@ def test_two_kinds_of_devices_are_both_used(config_file: Path) -> None:
     assert "H100" in kinds
 
 
+def test_a_plan_of_two_pools_on_one_host_is_started_on_disjoint_gpus(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "find_plan", lambda problem: named_plans(problem)["split"])
+    planned = config_file.with_name("plan.toml")
+    ran = rlhf_map("find", config_file, "--devices", "A100-80GB:8", "-o", planned)
+    assert ran.exit_code == 0, ran.output
+    config = load(planned)
+    assert len(config.pools) == 2
+    sees = gpus_by_service(config, list(config.services), [str(number) for number in range(8)])
+    assert sorted(sees) == sorted(config.services)
+    for name, table in config.services.items():
+        assert len(sees[name]) == table.ranks == len(config.pools[table.pool])
+        for other, its_table in config.services.items():
+            assert bool({*sees[name]} & {*sees[other]}) == (table.pool == its_table.pool)
+
+
 def test_the_quickstart_is_mapped_to_two_cores(tmp_path: Path) -> None:
     tiny = {**LLAMA_7B, "vocab_size": 20, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({**tiny, "num_attention_heads": 4}))
@@ -364,5 +387,8 @@ def test_the_quickstart_is_mapped_to_two_cores(tmp_path: Path) -> None:
     )
     assert ran.exit_code == 0, ran.output
     config = load(planned)
-    assert {device for devices in config.pools.values() for device in devices} <= {"CPU/0/0", "CPU/0/1"}
+    assert {device for devices in config.pools.values() for device in devices} <= {
+        "CPU/0/cpu:0",
+        "CPU/0/cpu:1",
+    }
     assert "pool" not in planned.read_text().split("[services.reward]")[1].split("[")[0]

@@ -14,6 +14,10 @@ from controller.config.memory import row_sizes
 from deploy import memory, preflight
 from deploy.cli import main
 from deploy.memory import GB, predict_memory
+from nccl_transfer.refs import weight_plans
+from services.weights import resharding
+from settings.memory import generation
+from settings.memory.generation import ROUND_BYTES, TOGETHER_BYTES
 from settings.memory.predict import predict
 from settings.memory.services import service_use
 from settings.memory.use import RowSizes
@@ -151,3 +155,26 @@ def test_rows_are_the_longest_that_the_config_allows(
 ) -> None:
     rows = row_sizes(load(QUICKSTART, settings(model, *further)), [4096, 4096])
     assert (rows.prompt_tokens, rows.response_tokens) == expected
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_ranks_that_share_a_model_to_generate_hold_a_part_of_it(model: Path, engine: str) -> None:
+    def generation_bytes(mesh: str) -> tuple[int, int]:
+        keys = ("ranks=8", "engine='fsdp'", f"rollout_engine='{engine}'", f"generation_mesh='{mesh}'")
+        unset = ("mesh=''", "shards_over_data=false")
+        config = load(QUICKSTART, settings(model, *(f"services.actor.{key}" for key in (*unset, *keys))))
+        stages = predict(service_use(config.services["actor"], on_gpu=True), RowSizes(512, 512, 512))
+        moved = stages["transition"].device["gathered tensors"]
+        return stages["idle"].device["generation weights"], moved
+
+    whole, largest = generation_bytes("")
+    shard, buckets = generation_bytes("1-4-2")
+    # Norms are whole on every tensor rank.
+    assert whole / 4 < shard < 1.001 * whole / 4
+    together = 2 * TOGETHER_BYTES if engine == "vllm" else 0
+    assert buckets == 9 * (ROUND_BYTES // 8) + together < largest
+
+
+def test_the_sizes_of_transitions_are_those_of_the_services() -> None:
+    assert (ROUND_BYTES, TOGETHER_BYTES) == (resharding.ROUND_BYTES, resharding.TOGETHER_BYTES)
+    assert generation.LEAST_BUCKET_BYTES == weight_plans.LEAST_BUCKET_BYTES

@@ -133,6 +133,7 @@ def test_a_generation_mesh_is_accepted_exactly_where_training_shards_nest(mesh: 
         ("1-8-1", "", {}, "on 8 tensor ranks does not fit the model, which has num_attention_heads 12"),
         ("1-4-1", "", {"intermediate_size": 98}, "does not fit the model, which has intermediate_size 98"),
         ("1-3-1", "1-3-1-1", {}, "which has num_key_value_heads 4"),
+        ("", "1-8-1", {}, "on 8 tensor ranks does not fit the model"),
         ("", "", {"head_dim": 16}, "at least 32 dimensions, and the model's have 16; use rollout_engine hf"),
         ("", "", {"hidden_size": 96}, "and the model's have 8"),
     ],
@@ -147,7 +148,14 @@ def test_what_vllm_cannot_generate_with_is_refused(
 
 @pytest.mark.parametrize(
     ("mesh", "generation"),
-    [("", ""), ("1-2-2", ""), ("2-2-2", "1-1-4-2"), ("2-2-1", "1-2-2-1"), ("1-4-1", "1-4-1-1")],
+    [
+        ("", ""),
+        ("", "1-2-2"),
+        ("1-2-2", ""),
+        ("2-2-2", "1-1-4-2"),
+        ("2-2-1", "1-2-2-1"),
+        ("1-4-1", "1-4-1-1"),
+    ],
 )
 def test_vllm_generates_on_tensor_groups(mesh: str, generation: str):
     meshes.check_vllm(mesh, generation, SHAPE)
@@ -155,3 +163,19 @@ def test_vllm_generates_on_tensor_groups(mesh: str, generation: str):
 
 def test_without_a_shape_vllm_may_generate_on_tensor_groups():
     meshes.check_vllm("1-2-1", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh", "sizes"),
+    [("", "", (1, 1)), ("2-4-3", "", (2, 4)), ("", "2-4-1", (2, 4)), ("1-2-4-1", "2-4-1", (1, 2))],
+)
+def test_the_sizes_of_generation_are_those_that_are_given_or_those_of_training(
+    text: str, mesh: str, sizes: tuple[int, int]
+):
+    assert meshes.generation_sizes(text, mesh) == sizes
+
+
+def test_whole_weights_are_not_shared_by_ranks_without_a_mesh():
+    with pytest.raises(ValueError, match="2 ranks share them on generation_mesh 1-2-3; leave it empty"):
+        meshes.check_alone("plain", "", "1-2-3")
+    meshes.check_alone("plain", "", "")

@@ -71,6 +71,10 @@ def test_an_external_service_is_not_placed() -> None:
             ["services.rollout={role='reward',address='127.0.0.1:1'}"],
             r"disaggregated needs a service of role rollout",
         ),
+        (
+            ["services.rollout.rollout_engine='none'"],
+            r"services\.rollout: rollout_engine: none generates no responses, and a rollout service has to",
+        ),
     ],
 )
 def test_a_placement_that_cannot_be_had_is_one_line(settings: list[str], said: str) -> None:
@@ -86,6 +90,7 @@ def test_devices_without_a_placement_are_refused() -> None:
 
 def test_the_service_named_rollout_generates_for_the_actor_alone() -> None:
     assert configured().generators == {"actor": "rollout"}
+    assert not load(CONFIG, ("services.actor.rollout_engine='none'",)).services["actor"].generates
     assert load(CONFIG.with_name("quickstart.toml")).generators == {}
     supervised = load(CONFIG, ("placement=colocate",))
     assert (

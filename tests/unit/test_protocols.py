@@ -20,6 +20,7 @@ from nccl_transfer.refs.protocols import (
     protocol_names,
     register_protocol,
 )
+from nccl_transfer.refs.wire_ranks import mesh_from_proto, mesh_to_proto
 from rlhf.errors import ConfigError, InvalidRequest
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -101,10 +102,29 @@ def test_the_training_shards_of_a_micro_data_group_make_the_generation_shard_of_
     ((2, 4, 1, 2, 3), "generation tensor size must divide the training one, 4 .given: 3; allowed: 1, 2, 4."),
     ((3, 1, 1, 2, 1), "generation pipeline size must divide the training one, 3"),
     ((0, 1, 1), "pipeline size must be at least 1 .given: 0."),
+    ((1, 1, 4, 1, 2), "generation tensor size must divide the training one, 1 .given: 2; allowed: 1."),
 ])  # fmt: skip
 def test_an_impossible_mesh_is_refused_with_what_is_allowed(sizes, message):
     with pytest.raises(ConfigError, match=message):
         Mesh(*sizes)
+
+
+def test_data_ranks_may_form_generation_replicas() -> None:
+    mesh = Mesh(1, 1, 8, 2, 2, usual_order=True)
+    assert mesh_from_proto(mesh_to_proto(mesh)) == mesh
+    assert [mesh.position(rank) for rank in range(8)] == [(0, 0, rank) for rank in range(8)]
+    assert [mesh.rank(0, 0, data) for data in range(8)] == list(range(8))
+    ends = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [mesh.generation_position(rank) for rank in range(8)] == [(*e, n) for n in range(2) for e in ends]
+    assert distributed("3D_ALL_MICRO_DP", 5, mesh) == [[0, 1, 2]] * 4 + [[3, 4]] * 4
+    assert get_protocol("3D_ALL_MICRO_DP").collect(mesh) == [0, 4]
+    assert distributed("3D_PROTO", 9, mesh) == [[0, 1], *([n] for n in range(2, 9))]
+    assert str(mesh) == "1-1-8 / 2-2-2, usual order"
+
+
+def test_generation_replicas_of_data_ranks_divide_them() -> None:
+    with pytest.raises(ConfigError, match="generation tensor size must divide the training one, 1"):
+        Mesh(1, 1, 4, 1, 3, usual_order=True)
 
 
 @given(ROWS, MESHES)

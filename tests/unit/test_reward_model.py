@@ -365,11 +365,22 @@ def scores_of(
     return worker.around(lambda: worker.compute_reward(NO_ROWS, request, make_call())).fields["scores"]
 
 
+ZERO = {"engine": "zero", "zero": {"stage": 3}}
+ENGINES = [pytest.param({}, id="fsdp"), pytest.param(ZERO, id="zero-3")]
+
+
+def skip_without_its_engine(keys: dict[str, Any]) -> None:
+    if keys:
+        pytest.importorskip("deepspeed")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 1e-2)])
 def test_a_sharded_model_scores_as_a_whole_one_and_tells_the_same_faults(
-    directory: Path, dtype: str, tolerance: float
+    directory: Path, dtype: str, tolerance: float, engine: dict[str, Any]
 ) -> None:
-    table = make_table(directory, dtype=dtype, sharded=True)
+    skip_without_its_engine(engine)
+    table = make_table(directory, dtype=dtype, sharded=True, **engine)
     worker = worker_class(table)(table, Ranks(0, 1, 0))
     assert isinstance(worker, ShardedRewardWorker)
     lengths = (2, BUDGET + 1, BUDGET, 0, 5)
@@ -379,13 +390,16 @@ def test_a_sharded_model_scores_as_a_whole_one_and_tells_the_same_faults(
     assert [score.score for score in found] == pytest.approx([score.score for score in whole], abs=tolerance)
     kept = {held.tensor.dtype for held in worker.held() if held.name.endswith("weight")}
     assert kept == {getattr(torch, dtype)}
-    assert worker.describe().engine == "model, sharded by fsdp"
+    assert worker.describe().engine == f"model, sharded by {'zero, stage 3' if engine else 'fsdp'}"
 
 
-def test_a_sharded_model_that_learns_scores_by_the_weights_that_it_trains(directory: Path) -> None:
-    table = make_table(
-        directory, optimizer=OptimizerTable(learning_rate=1e-2), micro_batch_tokens=64, sharded=True
-    )
+@pytest.mark.parametrize("engine", [*ENGINES, pytest.param({"engine": "zero"}, id="zero-2")])
+def test_a_sharded_model_that_learns_scores_by_the_weights_that_it_trains(
+    directory: Path, engine: dict[str, Any]
+) -> None:
+    skip_without_its_engine(engine)
+    learning = {"optimizer": OptimizerTable(learning_rate=1e-2), "micro_batch_tokens": 64}
+    table = make_table(directory, **learning, sharded=True, **engine)
     worker, copying = worker_class(table)(table, Ranks(0, 1, 0)), make_learner(directory)
     assert isinstance(worker, ShardedLearningRewardWorker)
     before = [score.score for score in scores_of(worker, 2, 5)]
@@ -395,6 +409,40 @@ def test_a_sharded_model_that_learns_scores_by_the_weights_that_it_trains(direct
     assert found == pytest.approx([score.score for score in scores_of(copying, 2, 5)], abs=1e-6)
     assert found != pytest.approx(before, abs=1e-3)
     assert not any(held.name.startswith("scorer.") for held in worker.held())
+
+
+def test_a_copy_scores_for_a_model_that_learns_on_zero(directory: Path) -> None:
+    skip_without_its_engine(ZERO)
+    learning = {"optimizer": OptimizerTable(learning_rate=1e-2), "micro_batch_tokens": 64}
+    table = make_table(directory, **learning, **ZERO)
+    worker, expected = worker_class(table)(table, Ranks(0, 1, 0)), make_learner(directory)
+    assert isinstance(worker, LearningRewardWorker)
+    before = [score.score for score in scores_of(worker, 2, 5)]
+    for each in (worker, expected):
+        update(each)
+    found = [score.score for score in scores_of(worker, 2, 5)]
+    assert found == pytest.approx([score.score for score in scores_of(expected, 2, 5)], abs=1e-6)
+    worker.start_over()
+    assert [score.score for score in scores_of(worker, 2, 5)] == before != found
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"engine": "zero"}, "engine is for a reward of kind model that is sharded or learns"),
+        (
+            {"engine": "zero", "sharded": True},
+            "zero.stage 2 does not shard a model that does not learn; 3 does",
+        ),
+        ({"zero": {"stage": 3}}, "zero is for engine zero, and engine is fsdp"),
+        ({"engine": "3d", "sharded": True}, "Input should be 'fsdp' or 'zero'"),
+    ],
+)
+def test_an_engine_that_does_not_shard_a_reward_is_refused(
+    directory: Path, keys: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        make_table(directory, **keys)
 
 
 def test_sharding_is_for_models_alone() -> None:

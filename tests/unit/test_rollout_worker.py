@@ -21,11 +21,11 @@ from rlhf.errors import InvalidRequest, Refused, TransferError
 from rlhf.v1 import actor_pb2, common_pb2, rollout_pb2, weights_pb2, worker_pb2
 from services.actor.worker import ActorWorker
 from services.roles import receiving_worker as module
-from services.rollout_service.wanted import weight_shards, whole_weights
 from services.rollout_service.worker import RolloutWorker
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallRows
 from services.weights.copying import Values
+from services.weights.wanted import weight_shards, whole_weights
 from settings.actor import ActorTable
 from settings.rollout import RolloutServiceTable
 

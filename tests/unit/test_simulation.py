@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from client import waiting
 from client.waiting import counting, settle
 from controller.algorithms import find_algorithm
 from controller.config.config import Config, load
@@ -177,19 +178,6 @@ def shares(trace: Trace, devices: Mapping[str, frozenset[str]], step: int) -> tu
     return together / (end - start), 1 - busy / ((end - start) * len(every))
 
 
-def test_a_thread_that_outlives_its_simulation_is_not_counted_in_the_next() -> None:
-    may_end = threading.Event()
-    with counting():
-        late = on_thread(may_end.wait, "late")
-    with counting() as following:
-        threads = [each for each in threading.enumerate() if each.name == "late"]
-        may_end.set()
-        assert late.result(5)
-        for thread in threads:
-            thread.join(5)
-        assert following._count == 1
-
-
 @pytest.mark.parametrize("settings", [(), ("placement='split'",), ("run.ahead=1",)], ids=str)
 def test_metrics_have_the_shares_of_overlap_and_waiting_of_the_trace(settings: tuple[str, ...]) -> None:
     durations = Durations(SECONDS, {}, spread=0.3, seed=7)
@@ -200,6 +188,28 @@ def test_metrics_have_the_shares_of_overlap_and_waiting_of_the_trace(settings: t
         overlap, idle = shares(trace, devices, step)
         assert metrics["time/overlap_share"] == pytest.approx(overlap, abs=1e-3)
         assert metrics["time/idle_share"] == pytest.approx(idle, abs=1e-3)
+
+
+def test_a_thread_that_executes_for_ever_ends_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "EXECUTES_S", 0.05)
+    with counting() as threads:
+        threads.begin()  # stands for a thread that never waits
+        loop = Loop(VirtualTimeLoop(threads))
+        with pytest.raises(DeadlineExceeded, match=r"stuck: a thread has executed for 0.05 s without a wait"):
+            settle([promise()])
+        loop.close()
+
+
+def test_a_thread_of_an_earlier_simulation_is_not_counted_in_the_next() -> None:
+    goes_on = threading.Event()
+    with counting():
+        ended = on_thread(lambda: goes_on.wait(20), "left over")
+        (thread,) = (each for each in threading.enumerate() if each.name == "left over")
+    with counting() as threads:
+        goes_on.set()
+        thread.join(20)
+        assert ended.result(0)
+        assert threads._count == 1, "this thread"
 
 
 def test_the_command_prints_a_timeline(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,10 @@ from nccl_transfer.refs.weight_plans import WeightSlice
 from rlhf.errors import Refused, TransferError
 from services.rollout.base import Generation, Meter, RolloutEngine, SamplingOptions, check_names
 from services.rollout_service.inbox import WeightInbox
-from services.rollout_service.wanted import Piece, WantedWeights
 from services.storage.layout import Layout
 from services.weights.copying import Values
 from services.weights.versions import Version, Versions
+from services.weights.wanted import Piece, WantedWeights
 
 CPU = torch.device("cpu")
 LAYOUTS = {
@@ -257,3 +258,46 @@ def test_weights_that_a_later_transfer_has_replaced_are_not_committed() -> None:
         inbox.receive(Version("b", 2), broken(pieces_of(wanted, constant(2)), sent=0))
     with pytest.raises(Refused, match="none has arrived"):
         inbox.versions.check_commit("a")
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_happens_while_weights_arrive_leaves_both_versions_whole(keeps: bool) -> None:
+    """Another thread commits again, and frees the buffer, as Offload does, between two pieces."""
+    wanted = wants(0)
+    engine = KeptTensors(wanted, in_memory=True, keeps=keeps)
+    inbox = WeightInbox(engine, wanted, second_buffer=True)
+    inbox.receive(Version("a", 1), pieces_of(wanted, constant(1)))
+    inbox.commit()
+
+    def interrupted() -> Iterator[Piece]:
+        for piece in pieces_of(wanted, constant(2)):
+            with pytest.raises(Refused, match="none has arrived"):
+                inbox.versions.check_commit("b")
+            inbox.versions.check_commit("a")
+            inbox.commit()
+            inbox.free_buffer()
+            assert inbox.versions.served == Version("a", 1)
+            assert engine.versions() == {1.0}
+            yield piece
+
+    inbox.receive(Version("b", 2), interrupted())
+    inbox.free_buffer()
+    inbox.commit()
+    assert inbox.versions.served == Version("b", 2)
+    assert engine.versions() == {2.0}
+
+
+def test_a_transfer_begins_only_when_a_commit_is_through() -> None:
+    wanted = wants(0)
+    engine = KeptTensors(wanted, in_memory=True)
+    inbox = WeightInbox(engine, wanted, second_buffer=True)
+    inbox.receive(Version("a", 1), pieces_of(wanted, constant(1)))
+    arriving = threading.Thread(target=lambda: inbox.receive(Version("b", 2), pieces_of(wanted, constant(2))))
+    with inbox.lock:
+        inbox.versions.check_commit("a")
+        arriving.start()
+        arriving.join(0.2)
+        inbox.commit()
+    arriving.join(20)
+    assert (inbox.versions.served, inbox.versions.arrived) == (Version("a", 1), Version("b", 2))
+    assert engine.versions() == {1.0}

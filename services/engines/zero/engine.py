@@ -27,8 +27,8 @@ from services.engines.zero.modules import ForwardPass, dummy_loss
 from services.engines.zero.partitions import Partitions, Replicas, TrainedPartitions
 from services.engines.zero.stage3 import FrozenStage3, Stage3Partitions
 from services.engines.zero.stage12 import Stage12Partitions
-from services.models.families import load_causal_lm, load_value_model
-from services.models.loading import Model, read_first_values, read_parts
+from services.models.families import load_causal_lm
+from services.models.loading import Load, Model, read_first_values, read_parts
 from services.models.value_model import transformer_of
 from services.models.weights import cast
 from services.runtime.ranks import known_to_all
@@ -54,7 +54,7 @@ class ZeROEngine(DataParallelEngine):
         compute_dtype: Type of matrix products, by autocast. Default: that of the weights.
         optimizer: Options of AdamW; None for a model that is not trained.
         offloads: Whether master weights and optimizer state are in host memory, and steps run on the CPU.
-        with_value_head: Whether the model is a value model.
+        load: Loads the model from the directory. Default: as a causal language model.
 
     Raises:
         ValueError: The directory contains a different kind of model, or not all of its weights.
@@ -74,13 +74,12 @@ class ZeROEngine(DataParallelEngine):
         compute_dtype: torch.dtype | None = None,
         optimizer: OptimizerOptions | None = None,
         offloads: bool = False,
-        with_value_head: bool = False,
+        load: Load = load_causal_lm,
     ) -> None:
         prepare()
         casts = compute_dtype not in (None, dtype)
         self._autocast = partial(torch.autocast, device.type, dtype=compute_dtype, enabled=casts)
-        self._directory, self._dtype = directory, dtype
-        self._load = load_value_model if with_value_head else load_causal_lm
+        self._directory, self._dtype, self._load = directory, dtype, load
         model, empty = load_for_stage(self._load, directory, stage, device, dtype)
         self._pass = ForwardPass(model, compute_dtype)
         self.config = transformer_of(model).config
@@ -108,7 +107,7 @@ class ZeROEngine(DataParallelEngine):
             compute_dtype=compute_dtype(table),
             optimizer=setup.optimizer,
             offloads=options.offload_optimizer,
-            with_value_head=setup.load is load_value_model,
+            load=setup.load,
         )
 
     def _fill(self, empty: Mapping[str, Tensor], directory: Path) -> None:
@@ -181,6 +180,13 @@ class ZeROEngine(DataParallelEngine):
                 continue
             with self._partitions.whole(tensor) as whole:
                 yield name, cast(whole, dtype)
+
+    def local_shards(self) -> Iterator[tuple[str, WeightShard]]:
+        if not self._partitions.has_all:
+            return super().local_shards()
+        self.check_onloaded()
+        self._publish()
+        return ((name, WeightShard.of_whole(x.detach())) for name, x in self._tensors().items())
 
     def _copies(self) -> Iterator[HeldTensor]:
         yield from super()._copies()

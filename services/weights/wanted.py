@@ -1,5 +1,5 @@
-"""The weights that a rank of a rollout service generates with: which slices of the checkpoint's tensors it wants, and
-the memory that received pieces of them are written to."""
+"""The weights that a rank generates with: which slices of the checkpoint's tensors it wants, and the memory that
+received pieces of them are written to."""
 
 from __future__ import annotations
 
@@ -125,11 +125,19 @@ def weight_shards(
     Raises:
         ValueError: The model does not divide over the mesh.
     """
-    stage, part, _ = mesh.generation_position(rank)
-    last = mesh.generation_pipeline - 1
     layouts = layouts_of_directory(
         directory, pipeline=mesh.generation_pipeline, tensor=mesh.generation_tensor
     )
+    return generation_shards(layouts, mesh, rank, dtype, device)
+
+
+def generation_shards(
+    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, dtype: torch.dtype, device: torch.device
+) -> WantedWeights:
+    """Returns what a rank wants that generates with a shard of a model, from the layouts of all of its tensors on the
+    mesh of generation. Other arguments as for `weight_shards`."""
+    stage, part, _ = mesh.generation_position(rank)
+    last = mesh.generation_pipeline - 1
     own = {
         name: layout
         for name, layout in layouts.items()

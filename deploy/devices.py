@@ -1,0 +1,83 @@
+"""Which GPUs of this host the ranks of each service see: those of its pool, in the pool's order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from controller.config.config import Config
+from controller.config.devices import Gpu, gpu_of
+from rlhf.errors import ConfigError
+
+VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+"""Environment variables of CUDA: ids of the GPUs that a process sees, and how their numbers are given."""
+
+
+def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """Returns the ids of the GPUs that processes of this host may use, as CUDA_VISIBLE_DEVICES has them: those in the
+    environment where it has that variable, else the numbers of all GPUs of the host, from 0.
+
+    Args:
+        environment: Environment of this process.
+        devices: Directory of device files, where NVIDIA's driver has one, nvidiaN, for each GPU.
+    """
+    count = sum(bool(re.fullmatch(r"nvidia\d+", each.name)) for each in devices.iterdir())
+    given = environment.get(VISIBLE)
+    if not count or given is None:
+        return [str(number) for number in range(count)]
+    return [each.strip() for each in given.split(",") if each.strip() not in ("", "-1")]
+
+
+def gpus_by_service(
+    config: Config, names: Sequence[str], visible: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """Returns the ids of the GPUs that all ranks of a service see, by name of the service. GPU number r of them is that
+    of rank r, as torch, vLLM and DeepSpeed take the GPU whose number is LOCAL_RANK; the others of the pool follow, so
+    that they can be reached. Services whose devices are not named as GPUs, and those that compute on the CPU, are left
+    out.
+
+    Args:
+        config: Configuration of the run.
+        names: Names of the services that are started on this host.
+        visible: Ids of the GPUs of this host; none: services compute on the CPU.
+
+    Raises:
+        ConfigError: A GPU is not on this host, or the GPUs of the services are on several hosts.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    first: tuple[Gpu, str] | None = None
+    for name in names if visible else ():
+        for device, gpu in _gpus(config, name):
+            first = first or (gpu, f"{device} of services.{name}")
+            if gpu.host != first[0].host:
+                raise ConfigError(
+                    f"services.{name}: {device} is on another host than {first[1]}, and "
+                    "rlhf-deploy starts ranks on this host alone: name the services of this host with --only, and "
+                    "start one whose pool has several hosts by torchrun on each (docs/transfer.md)"
+                )
+            if gpu.number >= len(visible):
+                raise ConfigError(
+                    f"services.{name}: there is no {device} on this host, which shows {len(visible)} GPU"
+                    f"{'s' if len(visible) > 1 else ''} (gpu:0 to gpu:{len(visible) - 1}); or set "
+                    f"services.{name}.device to cpu"
+                )
+            found[name] = (*found.get(name, ()), visible[gpu.number])
+    return found
+
+
+def gpu_variables(gpus: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables with which a process sees these GPUs, in this order; none where there are none.
+    Numbers are those of `nvidia-smi`, unless `environment`, that of this process, gives them a meaning already."""
+    if not gpus:
+        return {}
+    order = {} if {VISIBLE, ORDER} & environment.keys() else {ORDER: "PCI_BUS_ID"}
+    return {VISIBLE: ",".join(gpus), **order}
+
+
+def _gpus(config: Config, name: str) -> list[tuple[str, Gpu]]:
+    """Returns the names of the devices of a service that are GPUs, with these; none where it computes on the CPU."""
+    table = config.services[name]
+    if table.device == "cpu" or not table.needs_torch:
+        return []
+    return [(device, gpu) for device in config.device_order(name) if (gpu := gpu_of(device))]
