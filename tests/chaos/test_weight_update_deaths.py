@@ -80,11 +80,13 @@ class Strike:
         if self._updates == self._shot.update:
             self._thread.start()
 
-    def end(self) -> None:
-        """Lets a stopped process go on."""
+    def end(self) -> bool:
+        """Lets a stopped process go on. Returns whether the update has begun, and so the process was struck."""
         self._ended.set()
-        assert self._thread.ident, "the run ended before the update"
-        self._thread.join()
+        has_begun = self._thread.ident is not None
+        if has_begun:
+            self._thread.join()
+        return has_begun
 
     def _act(self) -> None:
         self._ended.wait(self._shot.at * self._takes_s)
@@ -178,7 +180,8 @@ class Target:
         except RlhfError:
             return False
         try:
-            service.call("synchronize", header=service.header(take_over=True))
+            # All ranks meet for it, on the threads that compute.
+            service.call("onload", header=service.header(take_over=True))
             return True
         except RlhfError:
             return False
@@ -260,9 +263,10 @@ def test_a_run_ends_by_name_and_no_row_is_of_mixed_weights(
         try:
             error, seen = target.run(directory)
         finally:
-            strike.end()
+            has_struck = strike.end()
         said = f"shot {number}, {shot}: {error}"
         print(said, flush=True)
+        assert has_struck, f"{said}, before the update"
         assert set(seen) <= set(scored), f"{said}; rows of no version: {set(seen) - set(scored)}"
         assert metrics_of(directory).items() <= expected.items(), said
         if error is None:
