@@ -25,10 +25,6 @@ from benchmarks.report import circumstances, console, json_option, write_json
 from controller import job
 from controller.config.config import Config, load
 from controller.config.placements import Placement
-from controller.role_groups.weights import PARTS
-from controller.simulation.report import devices_of, shares
-from controller.simulation.run import SeenCall
-from controller.tracking.timeline import TIMELINE_FILE, read_events
 from deploy import with_parent
 from deploy.quickstart import Recipe
 from deploy.quickstart.build import build
@@ -58,43 +54,15 @@ def deployed(settings: Sequence[str], log: Path) -> Iterator[None]:
         up.wait(GRACE_S)
 
 
-def seen_calls(run_dir: Path) -> list[SeenCall]:
-    """Returns the calls in the timeline of a run after its warm-up, without those that are parts of another."""
-    events = read_events(run_dir / TIMELINE_FILE)
-    tracks = {
-        (event["pid"], event["tid"]): event["args"]["name"].split(" (")[0]
-        for event in events
-        if event["name"] == "thread_name"
-    }
-    calls = [
-        event
-        for event in events
-        if event["ph"] == "X" and event["cat"] == "controller" and event["name"] not in PARTS
-    ]
-    return [
-        SeenCall(
-            event["args"]["step"],
-            tracks[event["pid"], event["tid"]],
-            event["name"],
-            event["ts"] * 1e-6,
-            (event["ts"] + event["dur"]) * 1e-6,
-        )
-        for event in calls
-        if event["args"]["step"] > WARM_UP
-    ]
-
-
 def measured(config: Config) -> dict[str, Any]:
-    """Runs PPO on the services that are up. Returns the seconds of each step after the warm-up, the share of the time
-    in which calls run on disjoint devices, and the sha256 of the final actor."""
+    """Runs PPO on the services that are up. Returns the seconds of each step after the warm-up, medians of the time of
+    moving weights and of the share in which calls run on disjoint devices, and the sha256 of the final actor."""
     done = job.run(config, "ppo")
-    calls = seen_calls(done.directory)
-    begin, end = min(call.start for call in calls), max(call.end for call in calls)
-    overlap, _ = shares(calls, devices_of(config), begin, end)
+    lines = done.metrics[1 + WARM_UP :]
     return {
-        "steps_s": [line["time/step_s"] for line in done.metrics[1 + WARM_UP :]],
-        "weights_s": statistics.median(line["time/sync_weights_s"] for line in done.metrics[1 + WARM_UP :]),
-        "overlap": overlap,
+        "steps_s": [line["time/step_s"] for line in lines],
+        "weights_s": statistics.median(line["time/sync_weights_s"] for line in lines),
+        "overlap": statistics.median(line["time/overlap_share"] for line in lines),
         "actor_sha256": done.summary["actor_sha256"],
     }
 

@@ -27,7 +27,7 @@ from controller.mapping.problem import Model, Problem, paper_workload, ppo_probl
 from controller.mapping.record import record_dataflow
 from controller.mapping.simulate import Site, generation_s, inference_s, training_s, transition_s
 from controller.mapping.workload import LengthShares, Workload, workload_of
-from controller.simulation.durations import Durations
+from controller.simulation.durations import CallTimes, Durations
 from controller.simulation.run import simulate_run
 from controller.training.algorithm import Algorithm
 from controller.training.run import Run
@@ -392,7 +392,7 @@ def test_the_cost_of_a_plan_is_the_step_of_the_simulated_controller(
         config = ppo.configure(planned_config(tables, problem, plan)[1])
         calls = described_calls(config, replace(problem, models=models(config)), group)
         lengths = problem.workload.prompts.shares, problem.workload.responses.shares
-        trace = simulate_run(config, ppo, Durations(calls, {}), *lengths, 7)
+        trace = simulate_run(config, ppo, Durations(CallTimes(calls)), *lengths, 7)
         ends = [max(call.end for call in trace.calls if call.step == step) for step in (3, 6)]
         assert (ends[1] - ends[0]) / 3 == pytest.approx(plan.cost, rel=0.05), name
 

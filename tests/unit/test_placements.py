@@ -10,6 +10,7 @@ from controller import algorithms
 from controller.config.config import Config, load
 from controller.config.placements import Placement
 from rlhf.errors import ConfigError
+from settings.actor import ActorTable
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "quickstart" / "disaggregated.toml"
 EXPECTED: dict[Placement, dict[str, str]] = {
@@ -90,7 +91,9 @@ def test_devices_without_a_placement_are_refused() -> None:
 
 def test_the_service_named_rollout_generates_for_the_actor_alone() -> None:
     assert configured().generators == {"actor": "rollout"}
-    assert not load(CONFIG, ("services.actor.rollout_engine='none'",)).services["actor"].generates
+    actor = load(CONFIG, ("services.actor.rollout_engine='none'",)).services["actor"]
+    assert isinstance(actor, ActorTable)
+    assert not actor.generates
     assert load(CONFIG.with_name("quickstart.toml")).generators == {}
     supervised = load(CONFIG, ("placement=colocate",))
     assert (
