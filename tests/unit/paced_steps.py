@@ -356,7 +356,7 @@ class PacedRun:
                 ahead=schedule.ahead, steps=schedule.steps, evaluate_every=schedule.evaluate_every
             ),
             schedule.segments,
-            SimpleNamespace(session=self.session, end_step=self._end_step),
+            SimpleNamespace(session=self.session, end_step=self._end_step, device_use=lambda: None),
             SimpleNamespace(calls=lambda *given: None, step=lambda *given: None, metric_names=()),
             feed,
             SimpleNamespace(of=lambda *given: {}, sources={}),
