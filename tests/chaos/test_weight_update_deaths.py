@@ -213,7 +213,7 @@ FULL = [pytest.mark.full, pytest.mark.timeout(3600)]
     ("kinds", "seed"),
     [
         pytest.param(
-            {"stop": 1, "pause": 1, "kill": 1}, 0, marks=[pytest.mark.slow, pytest.mark.timeout(600)]
+            {"stop": 1, "pause": 1, "kill": 1}, 0, marks=[pytest.mark.full, pytest.mark.timeout(600)]
         ),
         *(
             pytest.param({"stop": 10, "pause": 11, "kill": 4}, n, id=f"25 shots, {n}", marks=FULL)

@@ -114,7 +114,7 @@ def test_the_plan_found_for_two_cpu_devices_runs_as_written(config: Config, tmp_
         assert len(tracks) == written["services"][name]["ranks"], name
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_measured_run_is_repeated_by_the_simulation(four: Config) -> None:
     """Both times are of one run, so that the speed of the machine does not matter."""
     algorithm, steps = find_algorithm("ppo"), 6

@@ -14,7 +14,7 @@ from integration.harness import Cluster, Processes, Service, free_ports, leaked_
 from integration.test_rollout_vllm import PARITY, PROMPTS, SAMPLING, SEQUENCES, SIZES, generate, update, write
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.timeout(400),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm"
@@ -27,10 +27,9 @@ ACTORS: dict[str, dict[str, Any]] = {
     "fsdp-4": {"ranks": 4, "generation_mesh": "1-2-2"},
     "zero-3": {"ranks": 2, "generation_mesh": "1-2-1", "engine": "zero", "zero": {"stage": 3}},
 }
-MORE = [pytest.param(name, marks=pytest.mark.full) for name in ("fsdp-4", "zero-3")]
 
 
-@pytest.fixture(scope="module", params=["fsdp", *MORE])
+@pytest.fixture(scope="module", params=list(ACTORS))
 def actor(
     request: pytest.FixtureRequest, config: Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:

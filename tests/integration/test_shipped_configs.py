@@ -25,6 +25,12 @@ EXECUTED = {
     "deploy/quickstart/safe_rlhf.toml": "safe_rlhf",
 }
 """The algorithm with which a config is executed in this file."""
+OFTEN = {
+    "deploy/quickstart/disaggregated.toml",
+    "deploy/quickstart/engines.toml",
+    "deploy/quickstart/safe_rlhf.toml",
+}
+"""Configs that `make test-slow` executes; `make test-full` executes all."""
 CHORES = {
     "deploy/pipeline/sft.toml": "pipeline",
     "deploy/pipeline/reward_model.toml": "pipeline",
@@ -59,7 +65,9 @@ def test_every_shipped_config_is_executed_and_the_docs_say_where() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", EXECUTED)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[] if path in OFTEN else pytest.mark.full) for path in EXECUTED]
+)
 def test_a_shipped_config_trains(path: str, task: Task, tmp_path: Path, processes: Processes) -> None:
     """One step with fewer rows, at free addresses, on the quickstart's data and a model of its size."""
     (tmp_path / "runs").mkdir()
