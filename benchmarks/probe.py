@@ -145,7 +145,9 @@ def main(rounds: int, steps: int, table: Path | None, json_path: Path | None) ->
             expected = predicted(chosen(config, *choice), probed.calibrated, probed)
             least = [min(times) for times in zip(*seconds[case], strict=True)]
             usual = [statistics.median(times) for times in zip(*seconds[case], strict=True)]
-            found += [Stage(case, *each) for each in zip(STAGES, least, usual, expected, strict=True)]
+            stages = [Stage(case, *each) for each in zip(STAGES, least, usual, expected, strict=True)]
+            # No service of the quickstart receives weights.
+            found += [stage for stage in stages if stage.measured_s]
     shown = Table(
         "case", "stage", "measured s", "median", "predicted s", "ratio", title="PPO of the quickstart"
     )
