@@ -56,7 +56,7 @@ def slow(prompt: str, response: str, ground_truth: str, metadata: Any) -> float:
 
 @dataclass(frozen=True)
 class Timing:
-    """What overlaps in a run: `run.ahead` and `rollout.chunks`."""
+    """Settings by which the steps of a run overlap: `run.ahead` and `rollout.chunks`."""
 
     ahead: int = 0
     chunks: int = 1

@@ -38,7 +38,7 @@ STRUCK = ("actor", "rollout")
 
 @dataclass(frozen=True)
 class Shot:
-    """What happens to a rank during an update.
+    """A disturbance of a rank during an update.
 
     Attributes:
         service, rank: The rank.

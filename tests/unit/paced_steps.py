@@ -97,7 +97,7 @@ class Service:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is random of a run. `slow` makes durations long-tailed; `fails` is the number of the call that fails, 0 for
+    """Random events of a run. `slow` makes durations long-tailed; `fails` is the number of the call that fails, 0 for
     none; `waits` says for which results the algorithm waits in the loop."""
 
     seed: int
