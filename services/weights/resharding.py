@@ -41,7 +41,7 @@ from services.weights.receive import Piece
 from services.weights.wanted import generation_shards
 
 ROUND_BYTES = 32 << 20
-"""Most bytes that a rank receives in a round, unless buckets would be below LEAST_BUCKET_BYTES for the number of ranks."""
+"""Most bytes that a rank receives in a round, unless buckets would be below LEAST_BUCKET_BYTES."""
 TOGETHER_BYTES = 64 << 20
 """Most bytes of a rank's generation shards that arrive together, unless one of them is larger."""
 
