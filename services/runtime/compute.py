@@ -71,13 +71,13 @@ class ComputeThread:
 
         thread = self._beside if call.beside else self._thread
         work = loop.run_in_executor(thread, self._execute, call, rows, failure, storing)
-        is_late = await self._wait(work, call)
+        await self._wait(work, call)
         error, context = work.exception(), call.context
         # A rank that was asked to stop may learn it from a peer first.
-        was_stopped = type(error) is PeerFailed and context.cancelled
+        was_stopped = type(error) is PeerFailed and (context.cancelled or context.is_late)
         if was_stopped or isinstance(error, CallCancelled):
             self._check_session(context.call)
-            if is_late or time.monotonic() > context.deadline:
+            if context.is_late or time.monotonic() > context.deadline:
                 raise DeadlineExceeded(f"{call.method.name} ran past its deadline") from error
         if was_stopped:
             raise CallCancelled(f"call {call.call_id} was cancelled") from error
@@ -91,18 +91,13 @@ class ComputeThread:
         for thread in (self._thread, self._beside):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _wait(self, work: asyncio.Future[Any], call: ActiveCall) -> bool:
+    async def _wait(self, work: asyncio.Future[Any], call: ActiveCall) -> None:
         """Waits until the compute thread has run a call. At the call's deadline, asks it to stop. If it then makes no
         progress for `stuck_timeout_s`, it is stuck, which nothing in this process can end: the process exits, and its
-        launcher (rlhf-deploy or torchrun) may restart the service.
-
-        Returns:
-            Whether the call was still running at its deadline.
-        """
+        launcher (rlhf-deploy or torchrun) may restart the service."""
         context = call.context
         done, _ = await asyncio.wait([work], timeout=max(context.deadline - time.monotonic(), 0))
-        is_late = not done  # by the loop's timer, which may be early by a millisecond
-        context.cancelled |= is_late
+        context.is_late = not done  # by the loop's timer, which may be early by a millisecond
         while not done:
             since = max(context.deadline, context.progressed_at, self._worker.progressed_at)
             left = since + context.stuck_timeout_s - time.monotonic()
@@ -112,7 +107,6 @@ class ComputeThread:
                     f"{context.stuck_timeout_s:g} s"
                 )
             done, _ = await asyncio.wait([work], timeout=left)
-        return is_late
 
     def _execute(
         self, call: ActiveCall, rows: CallRows, failure: Exception | None, storing: Callable[[], object]

@@ -118,7 +118,8 @@ class CallContext:
     Attributes:
         call: Header of the call: its id, session, sequence number, seed and so on.
         deadline: Latest end of the call, in seconds of `time.monotonic()`.
-        cancelled: Whether the call has been asked to stop.
+        cancelled: Whether the call has been asked to stop before its deadline.
+        is_late: Whether the service has found that the deadline has passed.
         done, done_of: Progress that Watch reports: units of work done, and their total; 0 of 0 if unknown.
         stuck_timeout_s: Seconds without progress after the deadline until the call counts as stuck.
         progressed_at: When `progress` was last called, in seconds of `time.monotonic()`; 0 for never.
@@ -129,6 +130,7 @@ class CallContext:
     call: common_pb2.Call
     deadline: float
     cancelled: bool = False
+    is_late: bool = False
     done: int = 0
     done_of: int = 0
     stuck_timeout_s: float = 60.0
@@ -144,14 +146,14 @@ class CallContext:
     @property
     def stopping(self) -> bool:
         """Whether the method should stop: the call was cancelled or is past its deadline."""
-        return self.cancelled or time.monotonic() > self.deadline
+        return self.cancelled or self.is_late or time.monotonic() > self.deadline
 
     def check(self) -> None:
         """Raises CallCancelled or DeadlineExceeded if the call should stop. Methods call it between pieces of
         work."""
         if self.cancelled:
             raise CallCancelled(f"call {self.call.call_id} was cancelled")
-        if time.monotonic() > self.deadline:
+        if self.stopping:
             raise DeadlineExceeded(f"call {self.call.call_id} ran past its deadline")
 
     def progress(self, done: int, of: int) -> None:

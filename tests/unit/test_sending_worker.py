@@ -68,7 +68,7 @@ def test_a_transfer_that_nobody_reads_ends_at_once(critic: CriticWorker):
     assert send(critic, transfer_of(critic)).fields == {"packed_bytes": 0, "buckets": 0}
 
 
-def test_a_receiver_that_is_late_is_named_though_the_call_is_cancelled_at_its_deadline(critic: CriticWorker):
+def test_a_receiver_that_is_late_is_named_though_the_service_finds_the_deadline_first(critic: CriticWorker):
     receiver = weights_pb2.RankWeights(
         endpoint=common_pb2.Endpoint(address="127.0.0.1:2", host_id="host", service="rollout", rank=1),
         slices=described(critic),
@@ -76,11 +76,11 @@ def test_a_receiver_that_is_late_is_named_though_the_call_is_cancelled_at_its_de
     request = worker_pb2.SendWeightsRequest(transfer=transfer_of(critic, receivers=[receiver]))
     call = context()
     call.deadline = time.monotonic() + 0.3
-    cancel = threading.Timer(0.299, lambda: setattr(call, "cancelled", True))  # as the event loop does
-    cancel.start()
+    late = threading.Timer(0.2, lambda: setattr(call, "is_late", True))  # as the event loop does
+    late.start()
     with pytest.raises(DeadlineExceeded, match="was not read by the deadline by rollout rank 1 at 127"):
         critic.send_weights(NO_ROWS, request, call)
-    cancel.join()
+    late.join()
     call = context()
     call.cancelled = True
     request.transfer.id = "another"
