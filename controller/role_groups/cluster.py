@@ -168,6 +168,7 @@ class Cluster:
             )
         found = self._loop.run(self._found_again(old, say), self.config.run.connect_timeout_s + CLOSE_S)
         check_tables({name: found}, self.config.services)
+        check_devices(self.config, self.descriptions | {name: found.description})
         results(found.begin_session(keep_weights=False).calls)
         self.groups[name] = found
         _introduce(self.session, list(self._ours.values()))

@@ -6,12 +6,15 @@ import json
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from client.session import Session
 from controller.config.config import Config, load
 from controller.config.devices import gpu_of, ranks_line
+from controller.role_groups.cluster import Cluster
 from controller.role_groups.device_check import check_devices
 from deploy import cli, supervisor
 from deploy.devices import gpu_variables, gpus_by_service, visible_gpus
@@ -75,6 +78,32 @@ def test_each_rank_takes_the_device_of_its_number_and_sees_the_whole_pool() -> N
             "the order is inherited"
         )
     assert gpu_variables((), {}) == {}
+
+
+def test_a_service_that_was_restarted_on_a_gpu_of_another_pool_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = configured(*TWO_POOLS)
+    sees = gpus_by_service(config, names_of(config), ["0", "1", "2", "3"])
+    cluster = Cluster(config, Session())
+    groups = {
+        name: SimpleNamespace(name=name, description=description)
+        for name, description in started(config, sees).items()
+    }
+    cluster.groups.update(groups)  # type: ignore[arg-type]
+    again = started(config, sees | {"rollout": ("2", "1")})["rollout"]
+
+    async def found_again(self: Cluster, *args: object) -> SimpleNamespace:
+        return SimpleNamespace(name="rollout", description=again)
+
+    monkeypatch.setattr(Cluster, "_found_again", found_again)
+    try:
+        with pytest.raises(ConfigError, match="services.rollout rank 0 are on one GPU, GPU-2"):
+            cluster.reconnect("rollout")
+        assert cluster.groups["rollout"] is groups["rollout"]
+    finally:
+        cluster.groups.clear()
+        cluster.close()
 
 
 def test_gpus_are_numbered_as_this_process_sees_them(tmp_path: Path) -> None:
