@@ -98,7 +98,7 @@ def test_a_service_that_was_restarted_on_a_gpu_of_another_pool_is_refused(
 
     monkeypatch.setattr(Cluster, "_found_again", found_again)
     try:
-        with pytest.raises(ConfigError, match="services.rollout rank 0 are on one GPU, GPU-2"):
+        with pytest.raises(ConfigError, match=r"services\.rollout rank 0 are on one GPU, GPU-2"):
             cluster.reconnect("rollout")
         assert cluster.groups["rollout"] is groups["rollout"]
     finally:
