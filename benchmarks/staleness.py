@@ -31,6 +31,8 @@ WAYS = {
     "run.ahead = 2, rollout.segments = 2": ("run.ahead=2", "rollout.segments=2"),
 }
 MOST_POINTS = 3.0
+MATMUL = "mkl"
+"""Library of matrix products: "auto" measures, and may choose another one for a run beside other work."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def config(way: str, seed: int, steps: int | None, directory: Path) -> Config:
         f"run.steps={steps or plain.run.steps}",
         "run.samples=0",
         *(f"services.{name}.address='127.0.0.1:{free_port()}'" for name in plain.services),
+        *(f"services.{name}.matmul='{MATMUL}'" for name, table in plain.services.items() if table.model),
         *WAYS[way],
     ]
     return load(QUICKSTART, tuple(settings))

@@ -118,10 +118,11 @@ class PolicyLossTable(LossTable):
     kl_loss_estimator: KlEstimator = "k3"
     """Estimator of the KL term in the actor's loss; k1+ and k3+ have the value of k1 and k3 and the gradient of
     k2."""
-    rollout_correction: Literal["none", "truncate", "mask"] = "none"
+    rollout_correction: Literal["none", "truncate", "mask", "taper"] = "none"
     """Correction for the difference between the probabilities of the training engine and those that the rollout
     engine sampled with: the loss is weighted by their ratio. truncate bounds the ratio from above; mask replaces
-    ratios that are out of bounds by 0. Cannot be combined with rollout.top_k or rollout.top_p."""
+    ratios that are out of bounds by 0; taper bounds it by 1, and is 1 where the advantage is not negative. Cannot be
+    combined with rollout.top_k or rollout.top_p."""
     rollout_correction_level: Literal["token", "sequence"] = "token"
     """Level of the ratio of the rollout correction: one per token, or one per response."""
     rollout_correction_low: NotNegative = 0.5

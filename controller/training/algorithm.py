@@ -117,7 +117,7 @@ class Algorithm:
         """Defaults for keys of `[algorithm]` where steps overlap (`run.ahead`): the loss of a policy corrects for the
         older weights that generated its rows."""
         is_read = self.reads is None or "rollout_correction" in self.reads
-        return {"rollout_correction": "truncate"} if is_read else {}
+        return {"rollout_correction": "taper"} if is_read else {}
 
     def _losses(self) -> list[str]:
         """Returns those of the keys surrogate and value_loss that the algorithm reads; both where `reads` is None."""

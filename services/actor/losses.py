@@ -94,7 +94,9 @@ def policy_loss(
     """
     loss_BT, stats = surrogate(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT)
     if options.rollout_correction != "none":
-        weights_BT, weight_stats = _rollout_weights(old_log_probs_BT, rollout_log_probs_BT, mask_BT, options)
+        weights_BT, weight_stats = _rollout_weights(
+            old_log_probs_BT, rollout_log_probs_BT, advantages_BT, mask_BT, options
+        )
         loss_BT, stats = weights_BT * loss_BT, stats | weight_stats
     stats["pg_loss"] = masked_sum(loss_BT.detach(), mask_BT)
     if entropy_BT is not None:
@@ -116,6 +118,7 @@ def policy_loss(
 def _rollout_weights(
     old_log_probs_BT: Tensor,
     rollout_log_probs_BT: Tensor | None,
+    advantages_BT: Tensor,
     mask_BT: Tensor,
     options: PolicyLossOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -126,6 +129,7 @@ def _rollout_weights(
     return rollout_weights(
         old_log_probs_BT,
         rollout_log_probs_BT,
+        advantages_BT,
         mask_BT,
         correction=options.rollout_correction,
         level=options.rollout_correction_level,

@@ -32,7 +32,7 @@ NAMES = {
     "value_loss": ("clipped", "none", "os:system", "", ":"),
     "aggregation": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "none", ""),
     "kl_loss_estimator": ("k1", "k2", "k3", "k1+", "k3+", "none", ""),
-    "rollout_correction": ("truncate", "mask", "none", "all", ""),
+    "rollout_correction": ("truncate", "mask", "taper", "none", "all", ""),
     "rollout_correction_level": ("token", "sequence", "none", ""),
     "loss": ("bradley_terry", "cost", "none", ""),
     "name": ("prompt_ids", "response_ids", "log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "values",

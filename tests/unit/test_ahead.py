@@ -373,6 +373,6 @@ def test_rows_of_older_weights_are_corrected_for_unless_the_config_says_otherwis
         return ppo.configure(load(QUICKSTARTS / "quickstart.toml", settings)).algorithm.rollout_correction
 
     assert correction() == "none"
-    assert correction("run.ahead=1") == "truncate"
+    assert correction("run.ahead=1") == "taper"
     assert correction("run.ahead=1", "algorithm.rollout_correction='none'") == "none"
     assert correction("run.ahead=1", "algorithm.rollout_correction='mask'") == "mask"

@@ -75,11 +75,16 @@ def cispo_sequence(tokens: list[tuple[float, ...]], low: float, high: float) -> 
 
 
 def weight_sequence(tokens: list[tuple[float, ...]], correction: str, level: str) -> list[float]:
-    ratios = [math.exp(old - rollout) for old, rollout in tokens]
+    """Weights of a sequence's tokens, given the two log-probabilities and the advantage of each."""
+    ratios = [math.exp(old - rollout) for old, rollout, _ in tokens]
     if level == "sequence":
         ratios = [math.prod(ratios)] * len(ratios)
     if correction == "truncate":
         return [min(ratio, 1.5) for ratio in ratios]
+    if correction == "taper":
+        return [
+            1.0 if token[2] >= 0 else min(ratio, 1.0) for token, ratio in zip(tokens, ratios, strict=True)
+        ]
     return [ratio if 0.6 <= ratio <= 1.5 else 0.0 for ratio in ratios]
 
 
@@ -164,15 +169,17 @@ def test_cispo_of_a_hand_worked_example() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("correction", ["truncate", "mask"])
+@pytest.mark.parametrize("correction", ["truncate", "mask", "taper"])
 def test_importance_weights_equal_the_loop(correction: str, level: str, seed: int) -> None:
-    mask, (old, rollout) = random_mask(seed), random_columns(seed, 2)
+    mask, (old, rollout, advantages) = random_mask(seed), random_columns(seed, 3)
     weights, stats = rollout_weights(
-        old, rollout, mask, correction=correction, level=level, low=0.6, high=1.5
+        old, rollout, advantages, mask, correction=correction, level=level, low=0.6, high=1.5
     )
     expected = [
-        weight for tokens in sequences(mask, old, rollout) for weight in weight_sequence(tokens, correction, level)
-    ]  # fmt: skip
+        weight
+        for tokens in sequences(mask, old, rollout, advantages)
+        for weight in weight_sequence(tokens, correction, level)
+    ]
     assert weights[mask].tolist() == pytest.approx(expected, rel=1e-9)
     plain = [
         ratio
@@ -193,14 +200,17 @@ def test_importance_weights_of_a_hand_worked_example() -> None:
     old = torch.tensor([[math.log(4.0), -math.log(4.0)]], dtype=torch.float64)
     zero, mask = torch.zeros_like(old), torch.ones(1, 2)
 
-    def weights(correction: str, level: str) -> list[float]:
+    def weights(correction: str, level: str, *advantages: float) -> list[float]:
+        given = torch.tensor([advantages or (0.0, 0.0)], dtype=torch.float64)
         return rollout_weights(
-            old, zero, mask, correction=correction, level=level, low=0.5, high=2.0
+            old, zero, given, mask, correction=correction, level=level, low=0.5, high=2.0
         )[0][0].tolist()  # fmt: skip
 
     assert weights("truncate", "token") == pytest.approx([2.0, 0.25])
     assert weights("mask", "token") == [0.0, 0.0]
     assert weights("mask", "sequence") == pytest.approx([1.0, 1.0])
+    assert weights("taper", "token", -1.0, -1.0) == pytest.approx([1.0, 0.25])
+    assert weights("taper", "token", 1.0, 1.0) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("surrogate", ["ppo", "gspo", "cispo"])
@@ -220,7 +230,7 @@ def test_the_weights_multiply_the_surrogate_and_nothing_else(surrogate: str) -> 
     loss, stats = policy_loss(*columns, **sizes, rollout_log_probs_BT=rollout)
     rows, surrogates = [], policy_tokens(new, old, advantages, mask, knobs(surrogate=surrogate))
     for tokens in sequences(mask, old, rollout, surrogates, entropy, new - ref):
-        weights = weight_sequence([token[:2] for token in tokens], "truncate", "token")
+        weights = weight_sequence([token[:3] for token in tokens], "truncate", "token")
         rows += [
             (w * s, w * s - 0.1 * h + 0.2 * kl)
             for w, (_, _, s, h, kl) in zip(weights, tokens, strict=True)
@@ -305,7 +315,7 @@ def test_padding_reaches_neither_ratio_nor_weight() -> None:
         dirty, _ = loss_of(new, poisoned, advantages, mask, ClipOptions(clip_low=0.2, clip_high=0.2))
         torch.testing.assert_close(clean[mask], dirty[mask])
     weights = [
-        rollout_weights(x, new, mask, correction="mask", level="sequence", low=0.5, high=2.0)[0][mask]
+        rollout_weights(x, new, x, mask, correction="mask", level="sequence", low=0.5, high=2.0)[0][mask]
         for x in (old, poisoned)
     ]
     torch.testing.assert_close(*weights)
@@ -320,7 +330,7 @@ def test_padding_reaches_neither_ratio_nor_weight() -> None:
         ),
         (
             {"rollout_correction": "clip"},
-            "loss: rollout_correction: must be 'none', 'truncate' or 'mask' (given: 'clip')",
+            "loss: rollout_correction: must be 'none', 'truncate', 'mask' or 'taper' (given: 'clip')",
         ),
         (
             {"rollout_correction_level": "row"},
