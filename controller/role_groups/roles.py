@@ -94,11 +94,22 @@ class ActorGroup(GeneratingGroup):
         return self.call("compute_loss", batch)
 
     def update_actor(
-        self, batch: FutureBatch, loss: actor_pb2.PolicyLoss, schedule: actor_pb2.Schedule, temperature: float
+        self,
+        batch: FutureBatch,
+        loss: actor_pb2.PolicyLoss,
+        schedule: actor_pb2.Schedule,
+        temperature: float,
+        *,
+        early: bool = False,
     ) -> FutureBatch:
         """Updates the policy by `loss`, over all epochs and mini-batches of `schedule`; divides the logits by
-        `temperature`. An update that fails leaves the weights unchanged. Returns no columns."""
-        return self.call("update_actor", batch, loss=loss, schedule=schedule, temperature=temperature)
+        `temperature`. An update that fails leaves the weights unchanged. Returns no columns. `early`: whether gradients
+        of the first mini-batch are computed chunk by chunk where rows are in chunks, for which the loss must add up by
+        rows."""
+        options = {"loss": loss, "schedule": schedule, "temperature": temperature}
+        if early:
+            return self.call_prepared("update_actor", "prepare_update", batch, **options)
+        return self.call("update_actor", batch, **options)
 
     def tokenize(self, rows: FutureBatch, max_response_tokens: int) -> FutureBatch:
         """Tokenizes columns "prompt" and "response"; returns columns prompt_ids and response_ids. Responses of more

@@ -156,8 +156,6 @@ class ActorWorker(ModelWorker):
         """Implements UpdateActor: trains the policy on the rows with the request's policy loss and schedule."""
         update = self._policy_update(rows, request)
         term = self._pretraining(rows, update.options.pretrain_coefficient, call)
-        # Of calls in chunks, the others were PrepareUpdate.
-        prepared_as = self._update_id(request, call) if call.call.chunks > 1 else None
         return self.update(
             rows,
             request.schedule,
@@ -166,7 +164,7 @@ class ActorWorker(ModelWorker):
             update.loss_for,
             *update.columns,
             term=term,
-            prepared_as=prepared_as,
+            prepared_as=self._update_id(request, call) if request.prepared else None,
         )
 
     @register("3D_PROTO")
