@@ -42,7 +42,7 @@ def remax(run: Run) -> None:
         step.finish(batch, actor.update_actor(batch))
 
 
-@future_columns("advantages", by_group=True)
+@future_columns("advantages")
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
     """Computes column "advantages" from columns rewards, baselines (the rewards of the greedy responses), log_probs
     and ref_log_probs. Then adds metrics to `step`, and updates `kl` for the next step."""

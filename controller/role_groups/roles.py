@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from client.session import StepContext
+from controller.role_groups.chunks import made_of
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.futures import all_of, then
 from controller.role_groups.group import RoleGroup
 from controller.role_groups.verdicts import RewardCodec, all_scored
 from controller.role_groups.weights import sync_weights
@@ -189,8 +189,8 @@ class RewardGroup(RoleGroup):
             RewardFailed: Rows could not be scored; the text has their number and the cause of the first.
         """
         tried = self.try_reward(batch)
-        both = all_of([tried["rewards"], tried["reward_errors"]])
-        rewards = then(both, lambda columns: all_scored(columns[0], columns[1], self.name))
+        both = [tried["rewards"], tried["reward_errors"]]
+        rewards = made_of(both, lambda columns: all_scored(columns[0], columns[1], self.name))
         return FutureBatch(batch.rows, {"rewards": rewards}, tried.calls, batch.step)
 
     def try_reward(self, batch: FutureBatch) -> FutureBatch:

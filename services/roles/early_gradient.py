@@ -55,7 +55,7 @@ class EarlyGradient:
         numbers = rows.numbers[mine.indices]
         goes_on = self._is_of(of) and not np.isin(numbers, self._numbers).any()
         restarting, stopping = self._ranks.total([not goes_on, call.stopping], call.peers_deadline)
-        if restarting:
+        if restarting or stopping:
             self.drop()
         if stopping:
             raise known_to_all(CallCancelled(f"call {call.call.call_id} was stopped before its gradient"))
