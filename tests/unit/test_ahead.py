@@ -253,6 +253,8 @@ def random_runs(directory: Path, seed: int) -> None:
     calm = simulate(directory, name, *table, every=every)
     check_rows(calm, ahead)
     table.append(f"rollout.chunks={chosen.randint(1, 4)}")
+    if chosen.random() < 0.5:
+        table.append("algorithm.aggregation='seq-mean-token-sum'")
     for number, fails in enumerate(STORMS):
         weather = Weather(
             len(STORMS) * seed + number, 0.003, chosen.randint(1, len(calm.log)) if fails else 0
