@@ -94,14 +94,16 @@ def future_columns(
     def declare(
         function: Callable[Concatenate[Any, Step, FutureBatch, P], FutureBatch],
     ) -> Callable[Concatenate[Any, Step, FutureBatch, P], FutureBatch]:
+        anyhow: Callable[..., FutureBatch] = function
+
         @wraps(function)
         def call(run: Any, step: Step, batch: FutureBatch, *args: P.args, **options: P.kwargs) -> FutureBatch:
             def work() -> FutureBatch:
                 return _checked(function(run, step, batch, *args, **options), names, batch.rows)
 
             def work_on(chunk: FutureBatch) -> FutureBatch:
-                own: Any = deepcopy((args, options))
-                return _checked(function(run, step.apart(), chunk, *own[0], **own[1]), names, chunk.rows)
+                own_args, own_options = deepcopy((args, options))
+                return _checked(anyhow(run, step.apart(), chunk, *own_args, **own_options), names, chunk.rows)
 
             chunks = batch.chunks() if by_group else [batch]
             if len(chunks) < 2 or not run.config.algorithm.adds_up_by_rows:

@@ -231,7 +231,9 @@ class ActorWorker(ModelWorker):
     def _update_id(self, request: UpdateRequest, call: CallContext) -> Hashable:
         """Returns what tells an update from all others: session, step and ordinal, the weights that it begins with, and
         the loss."""
-        options = (message.SerializeToString(deterministic=True) for message in (request.loss, request.schedule))
+        options = (
+            message.SerializeToString(deterministic=True) for message in (request.loss, request.schedule)
+        )
         header = call.call
         where = header.session, header.seed, header.step, header.ordinal
         return (*where, self.policy_version, *options, request.temperature)

@@ -268,7 +268,7 @@ class TrainEngine(ABC):
         """Whether this rank holds a gradient that `accumulate` has begun. Default: False."""
         return False
 
-    def drop_gradient(self) -> None:
+    def drop_gradient(self) -> None:  # noqa: B027 - for engines that accumulate
         """Drops the gradient that `accumulate` has begun, if there is one. Not collective. Default: does nothing."""
 
     @abstractmethod

@@ -160,7 +160,9 @@ class ModelWorker(SendingWorker, LanguageWorker):
                 first = rows.numbers[first_rows(rows.numbers, schedule, call)]
         with self._early.used(prepared_as, first, call) as held:
             with self.ranks.together(call.peers_deadline):
-                mini_batches = plan_mini_batches(rows, schedule, call, self._micro_batcher, columns, term, held)
+                mini_batches = plan_mini_batches(
+                    rows, schedule, call, self._micro_batcher, columns, term, held
+                )
             return self.apply(rows, mini_batches, call, head, loss_for, term)
 
     def prepare(
@@ -189,7 +191,9 @@ class ModelWorker(SendingWorker, LanguageWorker):
         with self.ranks.together(call.peers_deadline):
             self.engine.check_onloaded()
             if not 0 < num_rows <= MAX_ROWS or (rows.numbers >= num_rows).any():
-                raise InvalidRequest(f"rows: {num_rows} are fewer than the numbers of rows say, or above {MAX_ROWS}")
+                raise InvalidRequest(
+                    f"rows: {num_rows} are fewer than the numbers of rows say, or above {MAX_ROWS}"
+                )
             mine = plan_first(rows, schedule, call, self._micro_batcher, columns)
             loss = loss_for(0, len(first_rows(np.arange(num_rows), schedule, call)))
         self._early.add(of, mine, head, loss, rows, call)

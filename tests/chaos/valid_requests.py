@@ -69,7 +69,8 @@ def valid_requests(role: str, words: Sequence[str]) -> Valid:
             "tokenize": (texts("prompt", "response"), {}),
             "update_actor": (rows, {"loss": POLICY_LOSS, "schedule": TWO_STEPS, "temperature": 1.0}),
             "prepare_update": (
-                rows, {"loss": PREPARED_LOSS, "schedule": TWO_STEPS, "temperature": 1.0, "rows": 16}
+                rows,
+                {"loss": PREPARED_LOSS, "schedule": TWO_STEPS, "temperature": 1.0, "rows": 16},
             ),
             "update_supervised": (sequences, {"schedule": TWO_STEPS}),
         },

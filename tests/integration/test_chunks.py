@@ -98,7 +98,8 @@ def spans(directory: Path, step: int) -> dict[tuple[str, int], tuple[float, floa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("algorithm", "chunks", "tables"), [("ppo", 2, {}), ("grpo", 4, {"algorithm": {"aggregation": "token-mean"}})]
+    ("algorithm", "chunks", "tables"),
+    [("ppo", 2, {}), ("grpo", 4, {"algorithm": {"aggregation": "token-mean"}})],
 )
 def test_rows_in_chunks_give_the_bits_of_one_call(
     config: Config, algorithm: str, chunks: int, tables: dict[str, Any], tmp_path: Path

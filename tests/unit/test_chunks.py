@@ -261,7 +261,9 @@ def test_the_update_of_ppo_is_one_call_with_all_rows(tmp_path: Path) -> None:
     assert (calls["compute_ref_log_prob"], calls["compute_reward"]) == (4, 4)
 
 
-@pytest.mark.parametrize(("name", "given"), [("grpo", ()), ("dr_grpo", ()), ("gspo", ()), ("rloo", (BY_ROWS,))])
+@pytest.mark.parametrize(
+    ("name", "given"), [("grpo", ()), ("dr_grpo", ()), ("gspo", ()), ("rloo", (BY_ROWS,))]
+)
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_gradients_of_a_chunk_begin_before_the_last_is_scored(
     name: str, given: tuple[str, ...], ahead: int, tmp_path: Path
@@ -294,9 +296,7 @@ def test_gradients_of_a_chunk_begin_before_the_last_is_scored(
         ("grpo", ("algorithm.aggregation='token-mean'",)),
     ],
 )
-def test_an_update_that_needs_all_rows_is_one_call(
-    name: str, given: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_an_update_that_needs_all_rows_is_one_call(name: str, given: tuple[str, ...], tmp_path: Path) -> None:
     run = simulate(tmp_path, name, *given, "rollout.chunks=4", "run.steps=2", "run.evaluate_every=0")
     assert not [entry for entry in run.log if entry.method == "prepare_update"]
     assert len([entry for entry in run.log if entry.method == "update_actor"]) == 2
@@ -320,7 +320,9 @@ def with_advantages(**options: Any) -> Any:
             batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
             batch |= actor.compute_log_prob(batch)
             batch = reward.score(batch)
-            batch |= future_columns("advantages", by_group=True)(advantages)(run, step, batch, count, **options)
+            batch |= future_columns("advantages", by_group=True)(advantages)(
+                run, step, batch, count, **options
+            )
             step.finish(batch, actor.update_actor(batch))
 
     return algorithm
@@ -347,7 +349,9 @@ def test_metrics_and_state_are_of_the_whole_batch(tmp_path: Path) -> None:
 
 
 def test_advantages_that_need_the_whole_batch_are_not_taken_by_group(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"columns \['advantages'\] of a chunk .* cannot be computed by_group"):
+    with pytest.raises(
+        InvalidRequest, match=r"columns \['advantages'\] of a chunk .* cannot be computed by_group"
+    ):
         simulate(tmp_path, "grpo", "rollout.chunks=4", algorithm=with_advantages(whitens=True))
 
 

@@ -79,7 +79,9 @@ class Actor:
         dtypes = {name: str(x.dtype) for name, x in self._values.items()}
         return CallRows(FetchedRows(len(numbers), values, dtypes, 0, {}, verify), numbers)
 
-    def prepare(self, *taken: int, call: CallContext | None = None, fetched: CallRows | None = None, **other: Any) -> None:
+    def prepare(
+        self, *taken: int, call: CallContext | None = None, fetched: CallRows | None = None, **other: Any
+    ) -> None:
         fields = {"loss": LOSS, "schedule": SCHEDULE, "temperature": 1.0, "rows": ROWS, **other}
         request = actor_pb2.PrepareUpdateRequest(**fields)
         result = self.worker.prepare_update(fetched or self.rows(taken), request, call or make_call())
@@ -266,7 +268,10 @@ def test_an_update_that_fails_leaves_no_gradient(actor: Actor, monkeypatch: pyte
     ("other", "said"),
     [
         ({"loss": actor_pb2.PolicyLoss()}, "cannot be prepared"),
-        ({"loss": actor_pb2.PolicyLoss(aggregation="seq-mean-token-sum", pretrain_coefficient=1)}, "be prepared"),
+        (
+            {"loss": actor_pb2.PolicyLoss(aggregation="seq-mean-token-sum", pretrain_coefficient=1)},
+            "be prepared",
+        ),
         ({"rows": 0}, "rows: 0"),
         ({"rows": 4}, "rows: 4 are fewer"),
         ({"rows": 1 << 60}, "rows: "),
