@@ -2,7 +2,8 @@
 chunks (`rollout.chunks`).
 
 GRPO on the quickstart's task with a reward that sleeps at each row, in all about as long as the update of the policy
-takes. The KV cache holds the rows of one chunk, so that generation takes as many decoding steps in chunks as without.
+takes, and one mini-batch. The KV cache holds the rows of one chunk, so that generation takes as many decoding steps in
+chunks as without. With chunks, gradients of all but the last are computed before the update, while rows are scored.
 Four runs on the same services: a reward that answers at once, and the slow reward with neither, with `ahead = 1`, and
 with chunks; again in each round. The share of the wait that is hidden is (slow - it) / (slow - fast), by the lower
 quartiles of all steps, since other work on the machine only makes steps longer. Beside it, from the timelines, stands
@@ -40,12 +41,13 @@ PROMPT_TOKENS = 8
 TRAIN = "rows.jsonl"
 TIMES = {
     "step_s": "step",
+    "early_s": "prepare_update",
     "update_s": "update_actor",
     "reward_s": "compute_reward",
     "generate_s": "generate_sequences",
     "log_prob_s": "compute_log_prob",
 }
-"""Metrics that are measured, by the name of the figure."""
+"""Metrics that are measured, by the name of the figure; 0 in runs without such calls."""
 
 
 def slow(prompt: str, response: str, ground_truth: str, metadata: Any) -> float:
@@ -180,7 +182,7 @@ def measured(place: Place, timing: Timing, wait_s: float) -> tuple[list[dict[str
     share = beside(spans)
     steps = [
         {
-            **{key: line[f"time/{name}_s"] for key, name in TIMES.items()},
+            **{key: line.get(f"time/{name}_s", 0.0) for key, name in TIMES.items()},
             "beside_actor": share,
             "staleness": line.get("staleness/mean", 0.0),
             "reward_mean": line["reward/mean"],
@@ -211,7 +213,7 @@ def hidden(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 def show(runs: list[dict[str, Any]]) -> None:
     """Prints the figures."""
-    columns = ("generate_s", "log_prob_s", "reward_s", "update_s", "step_s")
+    columns = ("generate_s", "log_prob_s", "reward_s", "early_s", "update_s", "step_s")
     table = Table(
         "run.ahead", "rollout.chunks", *columns, "reward beside actor", title="Lower quartile of steps"
     )

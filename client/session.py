@@ -198,10 +198,14 @@ class Session:
         ordinal. Its sequence number and epoch are set by `FanOut.address`."""
         return self.headers(step, service, method, 1)[0]
 
-    def headers(self, step: StepContext, service: str, method: str, chunks: int) -> list[common_pb2.Call]:
+    def headers(
+        self, step: StepContext, service: str, method: str, chunks: int, prepared_by: int = 0
+    ) -> list[common_pb2.Call]:
         """Returns the headers of the calls that together are the next call of a service's method in a step, one for
-        each of `chunks` chunks of its rows: as `header`, with call ids of their own and the same ordinal."""
+        each of `chunks` chunks of its rows: as `header`, with call ids of their own and the same ordinal. Before them
+        are those of `prepared_by` calls for further chunks, which prepare it."""
         ordinal = step.next_ordinal(service, method)
+        places = [(chunk, of) for of in (prepared_by, chunks) for chunk in range(of)]
         return [
             common_pb2.Call(
                 call_id=f"{self.name}_{next(self._call_numbers)}",
@@ -212,7 +216,7 @@ class Session:
                 step=step.number,
                 ordinal=ordinal,
                 chunk=chunk,
-                chunks=chunks if chunks > 1 else 0,
+                chunks=of if of > 1 else 0,
             )
-            for chunk in range(chunks)
+            for chunk, of in places
         ]

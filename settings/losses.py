@@ -132,6 +132,11 @@ class PolicyLossTable(LossTable):
     pretrain_coefficient: NotNegative = 0.0
     """Coefficient of the loss on the texts of data.pretrain in the actor's loss."""
 
+    @property
+    def adds_up_by_rows(self) -> bool:
+        """Whether the share of a row in the loss depends on no more of other rows than their number."""
+        return self.aggregation != "token-mean" and not self.pretrain_coefficient
+
     @field_validator("surrogate")
     @classmethod
     def _check_surrogate(cls, name: str) -> str:

@@ -30,7 +30,7 @@ def dr_grpo(run: Run) -> None:
         step.finish(batch, actor.update_actor(batch))
 
 
-@future_columns("advantages")
+@future_columns("advantages", by_group=True)
 def compute_advantage(run: Run, step: Step, batch: FutureBatch) -> FutureBatch:
     """Computes column "advantages" of a batch: the reward of each response minus the mean of its group. Adds metrics to
     `step`."""

@@ -33,7 +33,7 @@ def grpo(run: Run) -> None:
         step.finish(batch, actor.update_actor(batch))
 
 
-@future_columns("advantages")
+@future_columns("advantages", by_group=True)
 def compute_advantage(run: Run, step: Step, batch: FutureBatch) -> FutureBatch:
     """Computes column "advantages" of a batch: (s - mean) / (std + 1e-6), for the reward s of each response and mean
     and standard deviation of its group. Adds metrics to `step`."""

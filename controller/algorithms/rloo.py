@@ -42,7 +42,7 @@ def rloo(run: Run) -> None:
         step.finish(batch, actor.update_actor(batch))
 
 
-@future_columns("advantages")
+@future_columns("advantages", by_group=True)
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
     """Computes column "advantages" of a batch from its rewards, log-probabilities and groups. Then adds metrics to
     `step`, and updates `kl` for the next step."""

@@ -29,6 +29,9 @@ from rlhf.contract import Method
 from rlhf.errors import DeadlineExceeded
 from rlhf.v1 import common_pb2, worker_pb2
 
+LENGTHS_OF = ("prompt_ids", "response_ids")
+"""Names of the columns whose lengths are those of sequences."""
+
 
 @dataclass(frozen=True)
 class Callee:
@@ -81,6 +84,16 @@ class Dealt:
     numbers: np.ndarray
     protocol: TransferProtocol
 
+    def some(self, mesh: Mesh, first: int, rows: int) -> Dealt:
+        """Returns how some of the rows are dealt so that each goes to the ranks of `mesh` that it goes to among all,
+        with the same number: `rows` rows that are consecutive in the inputs, from index `first` on."""
+        dealt = self.protocol.distribute(len(self.order), mesh)
+        places = {self.protocol.part(rank, mesh): mine for rank, mine in enumerate(dealt)}
+        parts = [places[part] for part in sorted(places)]
+        kept = [part[(self.order[part] >= first) & (self.order[part] < first + rows)] for part in parts]
+        taken, sizes = np.concatenate(kept), np.array([len(part) for part in kept])
+        return Dealt(self.order[taken] - first, self.numbers[taken], WholeGroups(self.protocol, sizes))
+
 
 @dataclass(frozen=True)
 class GroupCall:
@@ -98,6 +111,8 @@ class GroupCall:
         moved: Futures of the calls that offload and onload services before this one. Where one fails, this one fails
             with its error and is not sent.
         first_row: Number of its first row among those of all chunks; see `RoleGroup.call`.
+        within: Columns of a later call of which these are some rows, which are dealt as that will deal them. Default:
+            they are dealt as they are.
     """
 
     callee: Callee
@@ -110,6 +125,7 @@ class GroupCall:
     moved: Sequence[Future[tuple[Batch, CallRecord]]] = ()
     first_row: int = 0
     beside: bool = False
+    within: FutureBatch | None = None
 
     async def run(self, running: dict[str, RunningCall]) -> tuple[Batch, CallRecord]:
         """Executes the call: waits for its inputs and its place, sends the requests and waits for the responses.
@@ -157,7 +173,7 @@ class GroupCall:
             async with asyncio.timeout(self.place.patience_s) as patience:
                 columns = await awaited(self.inputs.columns[name] for name in names)
                 batch = Batch(self.inputs.rows, dict(zip(names, columns, strict=True)))
-                dealt = self._dealt(batch)
+                dealt = await self._dealt_within() if self.within else self._dealt(batch)
                 parts = await self._parts(batch.take(dealt.order), dealt.protocol)
                 await awaited([*self.moved, *self.place.first])
         except TimeoutError as error:
@@ -170,6 +186,14 @@ class GroupCall:
                 "is longer than all calls before it may take"
             ) from error
         return dealt, parts
+
+    async def _dealt_within(self) -> Dealt:
+        """Deals the rows as the later call that they are rows of, whose lengths it waits for."""
+        assert self.within is not None, "there is a later call"
+        names = [name for name in LENGTHS_OF if name in self.within]
+        columns = await awaited(self.within[name] for name in names)
+        whole = self._dealt(Batch(self.within.rows, dict(zip(names, columns, strict=True))))
+        return whole.some(self.callee.mesh, self.first_row, self.inputs.rows)
 
     def _dealt(self, batch: Batch) -> Dealt:
         """Deals the rows: in whole groups for a service that scores groups, by cost (see `deal`) where the session
@@ -204,7 +228,7 @@ class GroupCall:
             return [request] * len(self.callee.endpoints)
 
         def encode(part: BatchPart, relays: Sequence[Relay]) -> Any:
-            rows = self.first_row + numbers[part.places]
+            rows = numbers[part.places] + (0 if self.within else self.first_row)
             return self.callee.codec.request(self.method, self.header, part.batch, rows, relays, self.options)
 
         self.step.count_bytes(sum(local_bytes(part.batch) * len(part.ranks) for part in parts))
@@ -252,7 +276,7 @@ def protocol_of(method: Method) -> TransferProtocol:
 def _lengths(batch: Batch) -> np.ndarray | None:
     """Returns the number of tokens of each row, prompt and response together [rows] int64; None where the batch does
     not have columns prompt_ids and response_ids with known lengths."""
-    columns = [batch.columns.get(name) for name in ("prompt_ids", "response_ids")]
+    columns = [batch.columns.get(name) for name in LENGTHS_OF]
     lengths = [column.lengths for column in columns if isinstance(column, RemoteColumn)]
     if len(lengths) < 2 or lengths[0] is None or lengths[1] is None:
         return None

@@ -3,13 +3,13 @@ start while later ones are generated (FlexRLHF, Xiao et al. 2023, arXiv 2312.118
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Self
 
 import numpy as np
 
-from controller.role_groups.futures import Promise, lateness_of, pass_on, then
+from controller.role_groups.futures import Promise, all_of, lateness_of, pass_on, then
 from nccl_transfer.refs.batch import Column
 
 
@@ -47,6 +47,27 @@ def sizes_of(columns: Iterable[Future[Column]]) -> tuple[int, ...]:
     ones."""
     found = {column.sizes for column in columns if isinstance(column, ChunkedColumn)}
     return found.pop() if len(found) == 1 else ()
+
+
+def made_of(
+    columns: Sequence[Future[Column]], function: Callable[[Sequence[Column]], Column]
+) -> Future[Column]:
+    """Returns a future of `function` of columns, in the chunks that they are in. It computes each row by itself, and is
+    called for each chunk and for all rows; where it fails for a chunk, the error is that for all rows."""
+    whole = then(all_of(columns), function)
+    sizes = sizes_of(columns)
+    if len(sizes) < 2:
+        return whole
+    cut = [ChunkedColumn.cut(column, sizes).chunks for column in columns]
+    made = [then(all_of(chunks), function) for chunks in zip(*cut, strict=True)]
+    return ChunkedColumn(whole, [_or_else(chunk, whole) for chunk in made], sizes)
+
+
+def _or_else(future: Future[Column], other: Future[Column]) -> Future[Column]:
+    """Returns a future of the result of `future`, or of that of `other` where it fails."""
+    found: Promise[Column] = Promise(lateness_of([future]))
+    future.add_done_callback(lambda done: pass_on(other if done.exception() else done, found))
+    return found
 
 
 def taken(column: Future[Column], rows: np.ndarray) -> Future[Column]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from client.fanout import FanOut
@@ -136,25 +137,77 @@ class CallingGroup:
         batch = batch or FutureBatch(0, {})
         inputs = inputs_of(self.name, method, batch)
         step = self.session.step_of(batch.step)
+        chunks = inputs.chunks() if is_row_wise(method) else [inputs]
+        headers = self.session.headers(step, self.name, name, len(chunks))
+        made = [
+            self._start(method, header, rows, options, step, lateness, first)
+            for header, rows, first in zip(headers, chunks, first_rows(chunks), strict=True)
+        ]
+        return batch_of(self._callee, method, chunks, made, method.outputs if outputs is None else outputs)
+
+    def call_prepared(self, name: str, by: str, batch: FutureBatch, **options: Any) -> FutureBatch:
+        """Starts a call of a method on all rows as `call` does, and before it, where rows are in chunks and the ranks
+        serve method `by`, a call of that for each chunk but the last, which begins when the columns of the chunk are
+        there. Each rank then has the rows that it gets by the call itself, with the same numbers. The requests of `by`
+        also have field `rows`, the number of all rows, and that of the call has field `prepared`.
+
+        Args:
+            name, batch, options: As for `call`.
+            by: Python name of the other method, which makes no columns.
+
+        Returns:
+            A batch without columns, with the record of the call, and that of the calls of `by` where there are any.
+        """
+        method, step = self._methods[by], self.session.step_of(batch.step)
+        whole = inputs_of(self.name, method, batch)
+        early = whole.chunks()[:-1] if self.serves(by) else []
+        if not early:
+            return self.call(name, batch, **options)
+        *headers, last = self.session.headers(step, self.name, name, 1, prepared_by=len(early))
+        made = [
+            self._start(method, header, rows, {**options, "rows": whole.rows}, step, 0, first, whole)
+            for header, rows, first in zip(headers, early, first_rows(early), strict=True)
+        ]
+        prepared = batch_of(self._callee, method, early, made, ())
+        inputs, method = inputs_of(self.name, self._methods[name], batch), self._methods[name]
+        result = self._start(method, last, inputs, {**options, "prepared": True}, step)
+        done = batch_of(self._callee, method, [inputs], [result], ())
+        return replace(done, calls=(*done.calls, *prepared.calls))
+
+    def serves(self, name: str) -> bool:
+        """Whether the ranks serve a method, which a service of another version may not."""
+        path = self._methods[name].path[1:]
+        return any(method.name == path for method in self.description.methods)
+
+    def _start(
+        self,
+        method: Method,
+        header: common_pb2.Call,
+        rows: FutureBatch,
+        options: dict[str, Any],
+        step: StepContext,
+        lateness: int = 0,
+        first: int = 0,
+        within: FutureBatch | None = None,
+    ) -> Future[Any]:
+        """Starts one call without waiting, or has the step's gate keep it; returns the future of its rows and record.
+        Arguments as of `call` and `GroupCall`."""
+        name = method.snake_name
         if self._learns and method.takes_rows and name != GENERATES:
             lateness = AFTER_UPDATES
-        chunks = inputs.chunks() if is_row_wise(method) else [inputs]
         longest_s = longest_time(self.session, name)
 
-        def start(header: common_pb2.Call, rows: FutureBatch, first: int) -> Future[Any]:
-            def begin() -> Future[Any]:
-                with self._placement.turn([self.ranks.service], name, step) as moved:
-                    place = self._placement.enter(self._devices, self.ranks, longest_s)
-                    if not method.takes_rows:
-                        self._settled = place.ended
-                    call = GroupCall(self._callee, method, header, rows, options, step, place, moved, first)
-                    return self._loop.start(call.run(self.running))
+        def begin() -> Future[Any]:
+            with self._placement.turn([self.ranks.service], name, step) as moved:
+                place = self._placement.enter(self._devices, self.ranks, longest_s)
+                if not method.takes_rows:
+                    self._settled = place.ended
+                call = GroupCall(
+                    self._callee, method, header, rows, options, step, place, moved, first, within=within
+                )
+                return self._loop.start(call.run(self.running))
 
-            return _begun(begin, step, max(lateness, lateness_of(rows.columns.values())))
-
-        headers = self.session.headers(step, self.name, name, len(chunks))
-        made = list(map(start, headers, chunks, first_rows(chunks)))
-        return batch_of(self._callee, method, chunks, made, method.outputs if outputs is None else outputs)
+        return _begun(begin, step, max(lateness, lateness_of(rows.columns.values())))
 
     def call_with(
         self,

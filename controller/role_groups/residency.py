@@ -26,6 +26,7 @@ STAGES: Mapping[str, tuple[StageName, ...]] = MappingProxyType(
     {
         "generate_sequences": ("transition", "generation"),
         "update_actor": ("update",),
+        "prepare_update": ("update",),
         "update_supervised": ("update",),
         "update_critic": ("update",),
         "update_reward": ("update",),

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from client.session import StepContext
+from controller.role_groups.chunks import made_of
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.futures import all_of, then
 from controller.role_groups.group import RoleGroup
 from controller.role_groups.verdicts import RewardCodec, all_scored
 from controller.role_groups.weights import sync_weights
@@ -94,11 +94,22 @@ class ActorGroup(GeneratingGroup):
         return self.call("compute_loss", batch)
 
     def update_actor(
-        self, batch: FutureBatch, loss: actor_pb2.PolicyLoss, schedule: actor_pb2.Schedule, temperature: float
+        self,
+        batch: FutureBatch,
+        loss: actor_pb2.PolicyLoss,
+        schedule: actor_pb2.Schedule,
+        temperature: float,
+        *,
+        early: bool = False,
     ) -> FutureBatch:
         """Updates the policy by `loss`, over all epochs and mini-batches of `schedule`; divides the logits by
-        `temperature`. An update that fails leaves the weights unchanged. Returns no columns."""
-        return self.call("update_actor", batch, loss=loss, schedule=schedule, temperature=temperature)
+        `temperature`. An update that fails leaves the weights unchanged. Returns no columns. `early`: whether gradients
+        of the first mini-batch are computed chunk by chunk where rows are in chunks, for which the loss must add up by
+        rows."""
+        options = {"loss": loss, "schedule": schedule, "temperature": temperature}
+        if early:
+            return self.call_prepared("update_actor", "prepare_update", batch, **options)
+        return self.call("update_actor", batch, **options)
 
     def tokenize(self, rows: FutureBatch, max_response_tokens: int) -> FutureBatch:
         """Tokenizes columns "prompt" and "response"; returns columns prompt_ids and response_ids. Responses of more
@@ -178,8 +189,8 @@ class RewardGroup(RoleGroup):
             RewardFailed: Rows could not be scored; the text has their number and the cause of the first.
         """
         tried = self.try_reward(batch)
-        both = all_of([tried["rewards"], tried["reward_errors"]])
-        rewards = then(both, lambda columns: all_scored(columns[0], columns[1], self.name))
+        both = [tried["rewards"], tried["reward_errors"]]
+        rewards = made_of(both, lambda columns: all_scored(columns[0], columns[1], self.name))
         return FutureBatch(batch.rows, {"rewards": rewards}, tried.calls, batch.step)
 
     def try_reward(self, batch: FutureBatch) -> FutureBatch:

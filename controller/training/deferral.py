@@ -5,13 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import wraps
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
+import numpy as np
+
 from client.session import AFTER_UPDATES
+from controller.role_groups.chunks import ChunkedColumn
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import Promise, on_thread, promise, results
 from controller.training.step import Step
+from nccl_transfer.refs.batch import Column, LocalColumn
+from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest
 
 P = ParamSpec("P")
@@ -61,7 +68,7 @@ class Deferral:
 
 
 def future_columns(
-    *names: str,
+    *names: str, by_group: bool = False
 ) -> Callable[
     [Callable[Concatenate[Any, Step, FutureBatch, P], FutureBatch]],
     Callable[Concatenate[Any, Step, FutureBatch, P], FutureBatch],
@@ -71,19 +78,43 @@ def future_columns(
     steps overlap (`run.ahead`): the columns are futures. State that the function reads and changes must be read and
     changed by such functions alone.
 
+    Args:
+        names: Names of the columns.
+        by_group: Whether the values of a row depend on no rows beyond its group, all responses to a prompt. Where rows
+            are in chunks of whole groups, and the loss adds up by rows, the function is then called for each chunk when
+            its columns are there, so that an update can begin with the first ones. These calls get copies of the
+            further arguments, and their metrics are dropped. At last it is called for all rows: metrics, state and the
+            column as a whole are of that call.
+
     Raises:
-        InvalidRequest: The function returned other columns (where steps overlap: when they are read).
+        InvalidRequest: The function returned other columns, or with `by_group` other values for a chunk alone (where
+            columns are futures: when they are read).
     """
 
     def declare(
         function: Callable[Concatenate[Any, Step, FutureBatch, P], FutureBatch],
     ) -> Callable[Concatenate[Any, Step, FutureBatch, P], FutureBatch]:
+        anyhow: Callable[..., FutureBatch] = function
+
         @wraps(function)
         def call(run: Any, step: Step, batch: FutureBatch, *args: P.args, **options: P.kwargs) -> FutureBatch:
             def work() -> FutureBatch:
                 return _checked(function(run, step, batch, *args, **options), names, batch.rows)
 
-            return step.later(work, names, batch.rows)
+            def work_on(chunk: FutureBatch) -> FutureBatch:
+                own_args, own_options = deepcopy((args, options))
+                return _checked(anyhow(run, step.apart(), chunk, *own_args, **own_options), names, chunk.rows)
+
+            chunks = batch.chunks() if by_group else [batch]
+            if len(chunks) < 2 or not run.config.algorithm.adds_up_by_rows:
+                return step.later(work, names, batch.rows)
+            parts = [step.deferred(partial(work_on, chunk), names, chunk.rows) for chunk in chunks]
+            whole = step.deferred(lambda: _same(work(), FutureBatch.concat(parts)), names, batch.rows)
+            sizes = [chunk.rows for chunk in chunks]
+            columns: dict[str, Future[Column]] = {
+                name: ChunkedColumn(whole[name], [part[name] for part in parts], sizes) for name in names
+            }
+            return replace(whole, columns=columns)
 
         return call
 
@@ -97,3 +128,22 @@ def _checked(made: FutureBatch, names: Sequence[str], rows: int) -> FutureBatch:
             f"return {sorted(names)} of {rows}"
         )
     return made
+
+
+def _same(whole: FutureBatch, parts: FutureBatch) -> FutureBatch:
+    """Returns `whole`; raises InvalidRequest where the columns that were computed chunk by chunk have other bits."""
+    one, other = (batch.result(whole.columns).columns for batch in (whole, parts))
+    differing = [name for name in one if _bits(one[name]) != _bits(other[name])]
+    if differing:
+        raise InvalidRequest(
+            f"future_columns: columns {differing} of a chunk of whole groups are not those among all rows, so they "
+            "cannot be computed by_group"
+        )
+    return whole
+
+
+def _bits(column: Column) -> tuple[bytes, ...]:
+    assert isinstance(column, LocalColumn), "the controller has computed it"
+    values = column.values
+    parts = (values.values, values.lengths) if isinstance(values, Jagged) else (np.asarray(values),)
+    return tuple(part.tobytes() for part in parts)

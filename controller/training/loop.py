@@ -13,6 +13,7 @@ from typing import Any
 
 from client.gate import Gate
 from controller.checkpoints.saver import Checkpointer
+from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.futures import on_thread, resolved, results
@@ -74,7 +75,7 @@ class StepLoop:
 
     Args:
         table: Settings of the run.
-        segments: Number of segments of a response.
+        rollout: Settings of generation: numbers of segments of a response and of chunks of rows.
         cluster: Connected services.
         recorder: Records calls and metrics.
         feed: Draws prompts and texts.
@@ -88,7 +89,7 @@ class StepLoop:
     def __init__(
         self,
         table: RunTable,
-        segments: int,
+        rollout: RolloutTable,
         cluster: Cluster,
         recorder: Recorder,
         feed: Feed,
@@ -98,11 +99,11 @@ class StepLoop:
         state: RunState,
         checkpointer: Checkpointer | None,
     ) -> None:
-        self._table, self._segments, self._cluster = table, segments, cluster
+        self._table, self._segments, self._cluster = table, rollout.segments, cluster
         self._recorder, self._feed = recorder, feed
         self._metrics, self._evaluator, self._verifier = metrics, evaluator, verifier
         self._state, self._checkpointer = state, checkpointer
-        self._deferral = Deferral() if table.ahead else None
+        self._deferral = Deferral() if table.ahead or rollout.chunks > 1 else None
         self._open: deque[OpenStep] = deque()
         self._evaluating: OpenStep | None = None
         self._thread = threading.get_ident()
@@ -146,7 +147,8 @@ class StepLoop:
         gate = Gate(partial(self._reached, number, evaluation)) if self._table.ahead else None
         gates = [Gate(partial(self._segment_needed, number)) for _ in range(self._segments - 1)]
         context, started = self._cluster.session.begin_step(number, gate, gates), self._cluster.session.now()
-        step = Step(context, self._feed.next_prompts, self._feed.next_texts(), self._deferral)
+        draw, texts = self._feed.next_prompts, self._feed.next_texts()
+        step = Step(context, draw, texts, self._deferral, overlaps=self._table.ahead > 0)
         self._open.append(opened := OpenStep(step, gate, started))
         return opened
 
@@ -160,9 +162,9 @@ class StepLoop:
         if not (step.is_finished and step.calls):
             raise InvalidRequest(f"the algorithm did not call step.finish in step {step.number}")
         opened.left_out = dict(self._feed.left_out)
-        if self._deferral:
+        if self._table.ahead:
             opened.feed = self._feed.state()
-        if self._deferral and self._checkpointer:
+        if self._table.ahead and self._deferral and self._checkpointer:
             # Where the loop itself changes the state, it may do so again in the next step.
             is_own = self._deferral.is_idle
             kept = self._state.kept.state

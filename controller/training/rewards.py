@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from client.session import StepContext
+from controller.role_groups.chunks import made_of
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import all_of, then
 from controller.role_groups.roles import RewardGroup
@@ -145,10 +146,12 @@ class Reward:
         made = [part.group.compute_reward(_rows_of(batch, part.rows)) for part in parts]
         if not self._composed and len(parts) == 1 and np.all(parts[0].weights == 1):
             return made[0]
-        rewards = then(
-            all_of([each["rewards"] for each in made]),
-            lambda columns: LocalColumn(column_of(self._combined(batch.rows, parts, columns), self._name)),
-        )
+        scores = [each["rewards"] for each in made]
+        if len(self._recipes) == 1:
+            # All services score all rows, each with one weight, so that a chunk is combined as the whole is.
+            rewards = made_of(scores, partial(self._combined, parts))
+        else:
+            rewards = then(all_of(scores), partial(self._combined, parts, rows=batch.rows))
         calls = tuple(call for each in made for call in each.calls)
         columns = {"rewards": rewards}
         for service in self._composed:
@@ -206,13 +209,15 @@ class Reward:
                 parts.append(WeightedRows(service, self._groups[service], rows, weights[rows]))
         return parts
 
-    def _combined(self, rows: int, parts: Sequence[WeightedRows], columns: Sequence[Column]) -> list[Verdict]:
-        """Returns the weighted sum of the services' verdicts on each row."""
-        totals: list[Verdict | None] = [None] * rows
-        for part, column in zip(parts, columns, strict=True):
-            for row, weight, verdict in zip(part.rows, part.weights, verdicts_of(column), strict=True):
+    def _combined(self, parts: Sequence[WeightedRows], columns: Sequence[Column], rows: int = 0) -> Column:
+        """Returns the weighted sum of the services' verdicts on each of `rows` rows; where that is 0, on as many as
+        the columns have, which may be those of a chunk."""
+        verdicts = [verdicts_of(column) for column in columns]
+        totals: list[Verdict | None] = [None] * (rows or max(map(len, verdicts), default=0))
+        for part, given in zip(parts, verdicts, strict=True):
+            for row, weight, verdict in zip(part.rows, part.weights, given, strict=rows > 0):
                 totals[row] = add(totals[row], weight * verdict, self._name)
-        return [total for total in totals if total is not None]
+        return LocalColumn(column_of([total for total in totals if total is not None], self._name))
 
     def _settle(self, batch: FutureBatch) -> Settled:
         """Waits for the verdict on each row: the weighted sum over the services that score it. With policy retry, sends

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from client.session import StepContext
 from controller.config.config import Config
-from controller.role_groups.chunks import chunk_sizes
+from controller.role_groups.chunks import ChunkedColumn, chunk_sizes
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
 from controller.role_groups.roles import (
@@ -127,7 +127,8 @@ class Actor(Rollout):
 
     def update_actor(self, batch: FutureBatch) -> FutureBatch:
         """Updates the policy by the loss of `[algorithm]`, in `epochs` passes over the batch in mini-batches (see
-        `Config.mini_batches`). Columns that this loss does not read are not sent. Returns no columns."""
+        `Config.mini_batches`). Columns that this loss does not read are not sent. Where advantages are in chunks and
+        the loss adds up by rows, gradients of a chunk begin when it is there. Returns no columns."""
         config, algorithm = self._config, self._config.algorithm
         loss = policy_loss(config, with_texts="pretrain_text" in batch)
         unused = {
@@ -137,7 +138,8 @@ class Actor(Rollout):
         }
         batch = batch.drop(*(name for name, is_unused in unused.items() if is_unused))
         schedule = _schedule(config, batch, algorithm.epochs)
-        updated = self._group.update_actor(batch, loss, schedule, config.rollout.temperature)
+        early = algorithm.adds_up_by_rows and isinstance(batch.columns.get("advantages"), ChunkedColumn)
+        updated = self._group.update_actor(batch, loss, schedule, config.rollout.temperature, early=early)
         return _synced(updated, self._group, self._receivers, self._step_of(batch))
 
     def compute_loss(self, texts: FutureBatch) -> FutureBatch:

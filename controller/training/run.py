@@ -100,7 +100,7 @@ class Run:
         self._resources.callback(self._columns.close)
         self._loop = StepLoop(
             config.run,
-            config.rollout.segments,
+            config.rollout,
             cluster,
             recorder,
             self._feed,

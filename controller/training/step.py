@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from copy import copy
+from typing import Any, Protocol, Self
 
 from client.session import StepContext
 from controller.advantage import Advantage
@@ -30,8 +31,9 @@ class Step:
         context: The step in the session, which its calls belong to.
         draw: Function that draws the next prompts, each repeated for its samples, and their groups.
         pretraining: See Attributes.
-        deferral: Calls the functions of the step whose columns are futures, where steps overlap (`run.ahead`). Default:
-            steps do not overlap, so such functions are called at once, and `finish` waits.
+        deferral: Calls the functions of the step whose columns are futures, where steps overlap (`run.ahead`) or rows
+            are in chunks. Default: neither.
+        overlaps: Whether steps overlap. If not, `later` calls functions at once, and `finish` waits.
 
     Attributes:
         number: Number of the step, from 1.
@@ -55,6 +57,8 @@ class Step:
         draw: Callable[[], tuple[FutureBatch, FutureBatch]],
         pretraining: FutureBatch,
         deferral: Deferring | None = None,
+        *,
+        overlaps: bool = False,
     ) -> None:
         self.number = context.number
         self.context = context
@@ -66,7 +70,7 @@ class Step:
         self.is_finished = False
         self.batch = self.prompts
         self.is_last = False
-        self._deferral = deferral
+        self._deferral, self._overlaps = deferral, overlaps
         self._thread = threading.get_ident()
         self._later: list[Future[Any]] = []
         self.calls: list[Future[CallRecord]] = []
@@ -106,12 +110,21 @@ class Step:
             names: Names of the columns that it returns.
             rows: Number of rows of the result.
         """
-        if self._deferral is None:
-            return work()
+        return self.deferred(work, names, rows) if self._overlaps else work()
+
+    def deferred(self, work: Callable[[], FutureBatch], names: Sequence[str], rows: int) -> FutureBatch:
+        """Calls a function as `later` does where steps overlap, also where they do not but rows are in chunks."""
+        assert self._deferral is not None, "columns are futures"
         made = self._deferral.submit(lambda: _resolved(work(), names))
         self._later.append(made)
         columns = {name: then(made, lambda columns, name=name: columns[name]) for name in names}
         return FutureBatch(rows, columns, step=self.context)
+
+    def apart(self) -> Self:
+        """Returns the same step for a function on some of its rows, whose metrics are not those of the step."""
+        found = copy(self)
+        found.metrics = {}
+        return found
 
     def finish(self, *batches: FutureBatch) -> None:
         """Ends the step, after its last call. Must be called in each step; sets `batch` to the first of these batches,
@@ -119,7 +132,7 @@ class Step:
         of the first that fails; where steps overlap, `Run.steps` does so when it ends the step."""
         self.batch, self.is_finished = batches[0], True
         self.calls = list(dict.fromkeys(call for batch in batches for call in batch.calls))
-        if self._deferral is None:
+        if not self._overlaps:
             self.wait()
 
     def wait(self) -> None:

@@ -3,12 +3,15 @@ training engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import ConfigError, InvalidRequest, Refused
 from rlhf.v1 import actor_pb2, rollout_pb2, worker_pb2
 from services.actor.losses import policy_loss, pretraining_loss, supervised_loss, surrogate_of
@@ -33,8 +36,26 @@ from services.runtime.worker import CallContext, CallResult, CallRows, register,
 from services.weights.resharding import Resharding
 from settings.actor import ActorTable
 
+UpdateRequest = actor_pb2.UpdateActorRequest | actor_pb2.PrepareUpdateRequest
+
 _NO_WEIGHTS = -1
 """Stands for the policy version of a rollout engine that has no weights."""
+
+
+@dataclass(frozen=True)
+class _PolicyUpdate:
+    """The loss of an update of the policy.
+
+    Attributes:
+        options: Knobs of the loss.
+        head, loss_for: As for `ModelWorker.update`.
+        columns: Columns that the loss reads, with one value per response token.
+    """
+
+    options: PolicyLossOptions
+    head: PolicyHead
+    loss_for: Callable[[int, int], LossFn[PolicyOutput]]
+    columns: Sequence[Jagged[Tensor]]
 
 
 class ActorWorker(ModelWorker):
@@ -133,6 +154,44 @@ class ActorWorker(ModelWorker):
         self, rows: CallRows, request: actor_pb2.UpdateActorRequest, call: CallContext
     ) -> CallResult:
         """Implements UpdateActor: trains the policy on the rows with the request's policy loss and schedule."""
+        update = self._policy_update(rows, request)
+        term = self._pretraining(rows, update.options.pretrain_coefficient, call)
+        return self.update(
+            rows,
+            request.schedule,
+            call,
+            update.head,
+            update.loss_for,
+            *update.columns,
+            term=term,
+            prepared_as=self._update_id(request, call) if request.prepared else None,
+        )
+
+    @register("3D_PROTO")
+    def prepare_update(
+        self, rows: CallRows, request: actor_pb2.PrepareUpdateRequest, call: CallContext
+    ) -> CallResult:
+        """Implements PrepareUpdate: computes the gradient of those rows that are in the first mini-batch."""
+        update = self._policy_update(rows, request)
+        if not update.options.adds_up_by_rows:
+            raise InvalidRequest(
+                "loss: the gradient of a row depends on the lengths of all rows with aggregation token-mean, and on "
+                "texts with pretrain_coefficient above 0; such an update cannot be prepared"
+            )
+        return self.prepare(
+            rows,
+            request.schedule,
+            call,
+            update.head,
+            update.loss_for,
+            *update.columns,
+            num_rows=request.rows,
+            of=self._update_id(request, call),
+        )
+
+    def _policy_update(self, rows: CallRows, request: UpdateRequest) -> _PolicyUpdate:
+        """Returns the loss that a request asks for on its rows; raises InvalidRequest where it is wrong, or a column is
+        missing."""
         require(request, "loss", "schedule")
         options = read_knobs(PolicyLossOptions, request.loss, self.losses)
         surrogate = surrogate_of(options)
@@ -167,8 +226,17 @@ class ActorWorker(ModelWorker):
             return loss
 
         head = policy_head(request.temperature, entropy_gradient=options.entropy_coefficient != 0)
-        term = self._pretraining(rows, options.pretrain_coefficient, call)
-        return self.update(rows, request.schedule, call, head, loss_for, *columns, term=term)
+        return _PolicyUpdate(options, head, loss_for, columns)
+
+    def _update_id(self, request: UpdateRequest, call: CallContext) -> Hashable:
+        """Returns what tells an update from all others: session, step and ordinal, the weights that it begins with, and
+        the loss."""
+        options = (
+            message.SerializeToString(deterministic=True) for message in (request.loss, request.schedule)
+        )
+        header = call.call
+        where = header.session, header.seed, header.step, header.ordinal
+        return (*where, self.policy_version, *options, request.temperature)
 
     @register("3D_PROTO")
     def tokenize(self, rows: CallRows, request: actor_pb2.TokenizeRequest, call: CallContext) -> CallResult:

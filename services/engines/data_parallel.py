@@ -77,10 +77,6 @@ class DataParallelEngine(ShardedEngine):
         loss.backward()
 
     @abstractmethod
-    def _store_gradients(self) -> None:
-        """Stores the accumulated gradients in `.grad` of this rank's shards."""
-
-    @abstractmethod
     def _gather(
         self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
@@ -203,10 +199,16 @@ class DataParallelEngine(ShardedEngine):
         missing = max(max_over_ranks(len(micro_batches)), 1) - len(micro_batches)
         return to_device([*micro_batches, *(dummy_micro_batch() for _ in range(missing))], self.device)
 
-    def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
-    ) -> tuple[float, dict[str, Tensor]]:
-        accumulator, padded = LossAccumulator(self.device), self._pad_with_dummies(micro_batches)
+    def _add_gradients(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        head: Head[Output],
+        loss_fn: LossFn[Output],
+        sums: LossAccumulator,
+        *,
+        are_last: bool,
+    ) -> None:
+        padded = self._pad_with_dummies(micro_batches)
         failures: list[Exception] = []
         with self._computing():
             for micro_batch in padded:
@@ -220,10 +222,8 @@ class DataParallelEngine(ShardedEngine):
                     except Exception as error:  # noqa: BLE001 - raised after the backward pass, which other ranks join
                         failures.append(error)
                         loss, stats = zero_loss(output), {}
-                self._backward(loss, is_last=micro_batch is padded[-1])
-                accumulator.add(loss, stats)
+                self._backward(loss, is_last=are_last and micro_batch is padded[-1])
+                sums.add(loss, stats)
         with all_or_none("the loss"):
             for error in failures:
                 raise error
-        self._store_gradients()
-        return accumulator.total()

@@ -28,7 +28,7 @@ from services.engines.base import (
 )
 from services.engines.collectives import max_over_ranks
 from services.engines.deterministic import deterministic_kernels
-from services.engines.loss_accumulator import numbers
+from services.engines.loss_accumulator import LossAccumulator, numbers
 from services.engines.offload import wait_for_copies
 from services.engines.offloader import Offloader
 from services.engines.snapshots import ReusedMemory, SnapshotMemory
@@ -63,6 +63,7 @@ class ShardedEngine(TrainEngine):
         optimizer: Options of AdamW; None for a model that is not trained and has no optimizer state.
     """
 
+    can_accumulate = True
     _tied_names: Mapping[str, Sequence[str]] = MappingProxyType({})
     """Further names of each tied weight, by its first name."""
 
@@ -79,17 +80,34 @@ class ShardedEngine(TrainEngine):
         self._options = optimizer
         self._adamw = self._make_adamw(optimizer) if optimizer is not None else None
         self._num_steps = 0
+        self._sums: LossAccumulator | None = None
         self._has_first_values = True
         self._offloader = Offloader()
         self._snapshots = SnapshotMemory(device)
         self._file_memory = ReusedMemory(device)
 
     @abstractmethod
-    def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
-    ) -> tuple[float, dict[str, Tensor]]:
-        """Computes the gradient of the whole mini-batch and stores it in `.grad` of this rank's shards; returns the
-        loss over all ranks and this rank's statistics. Collective."""
+    def _add_gradients(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        head: Head[Output],
+        loss_fn: LossFn[Output],
+        sums: LossAccumulator,
+        *,
+        are_last: bool,
+    ) -> None:
+        """Runs forward and backward passes of micro-batches, and adds their gradients to those of earlier ones since
+        the last `_drop_gradients`. Collective.
+
+        Args:
+            micro_batches, head, loss_fn: As in `step`.
+            sums: Sums of the optimizer step, to which loss and statistics are added.
+            are_last: Whether these are the last micro-batches of the optimizer step.
+        """
+
+    @abstractmethod
+    def _store_gradients(self) -> None:
+        """Stores the accumulated gradients, summed over ranks, in `.grad` of this rank's shards. Collective."""
 
     @abstractmethod
     def _shard(self, name: str, kept: Tensor) -> WeightShard:
@@ -117,9 +135,36 @@ class ShardedEngine(TrainEngine):
         exactly one of the ranks with replicas of the shard. Default: True, for shards without replicas."""
         return True
 
+    @property
+    def _counts_loss(self) -> bool:
+        """Whether the loss of this rank's micro-batches is added to the sum over ranks, not that of another rank with
+        the same ones. Default: True."""
+        return True
+
     def _weights_changed(self) -> None:
         """Updates the engine's copies of the shards, such as those in a coarser type, after the shards have changed.
         Default: does nothing."""
+
+    @property
+    def holds_gradient(self) -> bool:
+        return self._sums is not None
+
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
+    ) -> None:
+        self._check_learns()
+        self._sums = self._sums or LossAccumulator(self.device)
+        try:
+            with deterministic_kernels(self.device):
+                self._add_gradients(micro_batches, head, loss_fn, self._sums, are_last=False)
+        except BaseException:
+            self.drop_gradient()
+            raise
+
+    def drop_gradient(self) -> None:
+        if self._sums is not None:
+            self._sums = None
+            self._drop_gradients()
 
     def step(
         self,
@@ -129,9 +174,8 @@ class ShardedEngine(TrainEngine):
         *,
         confirm: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        if self._adamw is None or self._options is None:
-            raise RuntimeError("this engine has no optimizer: its model is not trained")
-        self.check_onloaded()
+        self._check_learns()
+        assert self._options is not None, "the engine learns"
         try:
             with deterministic_kernels(self.device):
                 loss, stats = self._accumulate_gradients(micro_batches, head, loss_fn)
@@ -152,7 +196,23 @@ class ShardedEngine(TrainEngine):
             return result
         finally:
             self._snapshots.stepped()
+            self._sums = None
             self._drop_gradients()
+
+    def _check_learns(self) -> None:
+        if self._adamw is None:
+            raise RuntimeError("this engine has no optimizer: its model is not trained")
+        self.check_onloaded()
+
+    def _accumulate_gradients(
+        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Computes the gradient of the whole mini-batch and stores it in `.grad` of this rank's shards; returns the
+        loss over all ranks and this rank's statistics. Collective."""
+        sums = self._sums or LossAccumulator(self.device)
+        self._add_gradients(micro_batches, head, loss_fn, sums, are_last=True)
+        self._store_gradients()
+        return sums.total(is_primary=self._counts_loss)
 
     def snapshot(self) -> Snapshot:
         self.check_onloaded()
@@ -161,6 +221,7 @@ class ShardedEngine(TrainEngine):
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
         self.check_onloaded()
+        self.drop_gradient()
         self._has_first_values = False
         self._snapshots.wait()
         for name, x in self._state().items():
@@ -231,6 +292,7 @@ class ShardedEngine(TrainEngine):
         return {name: value for name, value in scalars.items() if name != NUM_STEPS}
 
     def start_over(self) -> None:
+        self.drop_gradient()
         self.onload()
         if not max_over_ranks(not self._has_first_values):
             return
@@ -248,6 +310,7 @@ class ShardedEngine(TrainEngine):
             self._has_first_values = True
 
     def offload(self) -> int:
+        self.drop_gradient()
         return 0 if self.device.type == "cpu" else self._leave_device()
 
     def onload(self) -> int:

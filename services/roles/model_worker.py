@@ -3,15 +3,17 @@ on all ranks or on none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.wire import MAX_ROWS
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.compute.heads import Head
@@ -22,6 +24,7 @@ from services.models.loading import Load
 from services.models.tokenizers import check_vocabulary
 from services.roles.background import BackgroundWriter
 from services.roles.columns import Sequences
+from services.roles.early_gradient import EarlyGradient
 from services.roles.engine_factory import make_engine, optimizer_options
 from services.roles.language_worker import LanguageWorker
 from services.roles.micro_batching import Computed, MicroBatcher
@@ -29,7 +32,7 @@ from services.roles.rejected import RowKeeper
 from services.roles.state_history import StateHistory, check_state_id
 from services.roles.update import Updater
 from services.roles.update_loss import LossTerm, UpdateLoss
-from services.roles.update_plan import MiniBatch, plan_mini_batches
+from services.roles.update_plan import NO_ROWS, MiniBatch, first_rows, plan_first, plan_mini_batches
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from services.storage.publish import check_writable
@@ -78,6 +81,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
         )
         self.row_keeper = RowKeeper(self)
         self._updater = Updater(self.engine, ranks, self.row_keeper)
+        self._early = EarlyGradient(self.engine, ranks)
         self._history = StateHistory(f"{table.address} {ranks.epoch}")
         self._writer = BackgroundWriter(self.prepare_thread)
 
@@ -137,6 +141,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
         loss_for: Callable[[int, int], LossFn[Output]],
         *columns: Jagged[Tensor],
         term: LossTerm[Any] | None = None,
+        prepared_as: Hashable = None,
     ) -> CallResult:
         """Trains on the rows of a call for all epochs and mini-batches of a schedule. If anything fails, weights and
         optimizer state are restored on every rank. Collective.
@@ -147,10 +152,52 @@ class ModelWorker(SendingWorker, LanguageWorker):
             loss_for: Returns the loss of a mini-batch, given its response tokens and its rows over all ranks.
             columns: Columns that the loss reads, with one value per response token.
             term: Additional loss over sequences of its own.
+            prepared_as: Argument `of` of the calls of `prepare` for this update. Default: there were none.
         """
+        first = NO_ROWS
+        if prepared_as is not None:
+            with self.ranks.together(call.peers_deadline):
+                first = rows.numbers[first_rows(rows.numbers, schedule, call)]
+        with self._early.used(prepared_as, first, call) as held:
+            with self.ranks.together(call.peers_deadline):
+                mini_batches = plan_mini_batches(
+                    rows, schedule, call, self._micro_batcher, columns, term, held
+                )
+            return self.apply(rows, mini_batches, call, head, loss_for, term)
+
+    def prepare(
+        self,
+        rows: CallRows,
+        schedule: actor_pb2.Schedule,
+        call: CallContext,
+        head: Head[Output],
+        loss_for: Callable[[int, int], LossFn[Output]],
+        *columns: Jagged[Tensor],
+        num_rows: int,
+        of: Hashable,
+    ) -> CallResult:
+        """Computes the gradient of those rows of a call that are in the first mini-batch of a later `update`, for that
+        update. Changes no weights. Where the engine cannot hold gradients between calls, does nothing. Collective.
+
+        Args:
+            rows, schedule, head, columns: As for `update`.
+            loss_for: As for `update`. The loss must not depend on the number of response tokens, for which it is given
+                0.
+            num_rows: Number of rows of the update, over all ranks.
+            of: What tells that update, its loss and the weights that it begins with from all others.
+        """
+        if not self.engine.can_accumulate:
+            return CallResult()
         with self.ranks.together(call.peers_deadline):
-            mini_batches = plan_mini_batches(rows, schedule, call, self._micro_batcher, columns, term)
-        return self.apply(rows, mini_batches, call, head, loss_for, term)
+            self.engine.check_onloaded()
+            if not 0 < num_rows <= MAX_ROWS or (rows.numbers >= num_rows).any():
+                raise InvalidRequest(
+                    f"rows: {num_rows} are fewer than the numbers of rows say, or above {MAX_ROWS}"
+                )
+            mine = plan_first(rows, schedule, call, self._micro_batcher, columns)
+            loss = loss_for(0, len(first_rows(np.arange(num_rows), schedule, call)))
+        self._early.add(of, mine, head, loss, rows, call)
+        return CallResult(verified=True)
 
     def apply(
         self,
@@ -201,6 +248,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
                 if self.ranks.rank == 0:  # the rank that creates directories
                     check_writable(directory)
         self.row_keeper.directory = request.rejected_directory
+        self._early.drop()
         if request.keep_weights:
             self.onload(rows, request, call)
         else:

@@ -13,11 +13,13 @@ from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
 from services.compute.microbatch import MicroBatch
-from services.roles.columns import sequence_columns
+from services.roles.columns import Sequences, sequence_columns
 from services.roles.micro_batching import MicroBatcher
 from services.roles.minibatch import check_schedule, deal
 from services.roles.update_loss import LossTerm, LossTermBatch
 from services.runtime.worker import CallContext, CallRows
+
+NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class MiniBatch:
     """This rank's part of a mini-batch.
 
     Attributes:
-        micro_batches: Micro-batches of the rows, followed by those of the loss term's sequences.
+        micro_batches: Micro-batches of the rows whose gradient is not held, followed by those of the loss term's
+            sequences.
         tokens: Response tokens of the rows.
         rows: Number of rows.
         term_tokens: Response tokens of the loss term's sequences; 0 without a term.
@@ -46,6 +49,7 @@ def plan_mini_batches(
     micro_batcher: MicroBatcher,
     columns: Sequence[Jagged[Tensor]],
     term: LossTerm[Any] | None,
+    held: np.ndarray = NO_ROWS,
 ) -> list[MiniBatch]:
     """Plans this rank's part of every mini-batch of every epoch, in the order of the optimizer steps.
 
@@ -56,27 +60,60 @@ def plan_mini_batches(
         micro_batcher: Splits the rows of a mini-batch into micro-batches.
         columns: Columns that the loss reads, which must have one value per response token.
         term: Additional loss, whose sequences are in the mini-batches of their rows; None for none.
+        held: Numbers of the rows of the first mini-batch whose gradient is held. Default: none.
 
     Raises:
         InvalidRequest: The schedule is out of range, or a column does not have one value per response token.
         CallCancelled, DeadlineExceeded: The call was stopped.
     """
     check_schedule(schedule.epochs, schedule.mini_batches)
-    sequences = sequence_columns(rows)
+    sequences = _checked_sequences(rows, columns)
     lengths = sequences[1].lengths
-    for column in columns:
-        if not np.array_equal(column.lengths, lengths):
-            raise InvalidRequest("a column does not have one value per response token")
-    header = call.call
-    parts = []
+    parts: list[MiniBatch] = []
     for epoch in range(schedule.epochs):
-        key = (header.seed, header.step, header.ordinal, epoch)
-        for mine in deal(rows.numbers, schedule.mini_batches, key):
+        for mine in deal(rows.numbers, schedule.mini_batches, _key(call, epoch)):
             call.check()
             further, term_tokens = _term_batches(micro_batcher, term, mine) if term else ([], 0)
-            micro_batches = [*micro_batcher.split(sequences, mine), *further]
+            left = mine if parts else mine[~np.isin(rows.numbers[mine], held)]
+            micro_batches = [*micro_batcher.split(sequences, left), *further]
             parts.append(MiniBatch(micro_batches, int(lengths[mine].sum()), len(mine), term_tokens, mine))
     return parts
+
+
+def plan_first(
+    rows: CallRows,
+    schedule: actor_pb2.Schedule,
+    call: CallContext,
+    micro_batcher: MicroBatcher,
+    columns: Sequence[Jagged[Tensor]],
+) -> MiniBatch:
+    """Plans those of this rank's rows that are in the first mini-batch of an update; arguments and errors as for
+    `plan_mini_batches`."""
+    mine, sequences = first_rows(rows.numbers, schedule, call), _checked_sequences(rows, columns)
+    tokens = int(sequences[1].lengths[mine].sum())
+    return MiniBatch(micro_batcher.split(sequences, mine), tokens, len(mine), 0, mine)
+
+
+def first_rows(numbers: np.ndarray, schedule: actor_pb2.Schedule, call: CallContext) -> np.ndarray:
+    """Returns which rows are in the first mini-batch of an update, as ascending indices into `numbers`, the numbers of
+    rows [rows] int64. Raises InvalidRequest where the schedule is out of range."""
+    check_schedule(schedule.epochs, schedule.mini_batches)
+    return deal(numbers, schedule.mini_batches, _key(call, 0))[0]
+
+
+def _key(call: CallContext, epoch: int) -> tuple[int, ...]:
+    """Returns the key by which the rows of an epoch are dealt to mini-batches."""
+    return call.call.seed, call.call.step, call.call.ordinal, epoch
+
+
+def _checked_sequences(rows: CallRows, columns: Sequence[Jagged[Tensor]]) -> Sequences:
+    """Returns the sequences of rows; raises InvalidRequest where a column does not have one value per response
+    token."""
+    sequences = sequence_columns(rows)
+    for column in columns:
+        if not np.array_equal(column.lengths, sequences[1].lengths):
+            raise InvalidRequest("a column does not have one value per response token")
+    return sequences
 
 
 def _term_batches(

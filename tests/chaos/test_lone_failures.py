@@ -26,6 +26,7 @@ from chaos import failing_workers
 from integration.harness import (
     HUGGING_FACE,
     POLICY_LOSS,
+    PREPARED_LOSS,
     SHARDED,
     TWO_STEPS,
     VALUE_LOSS,
@@ -81,6 +82,10 @@ METHODS: dict[str, dict[str, tuple[Batch | None, dict[str, Any]]]] = {
         "compute_loss": (TEXTS.select(["text"]), {}),
         "tokenize": (TEXTS.select(["prompt", "response"]), {}),
         "update_actor": (ROWS.select(["prompt_ids", "response_ids", "log_probs", "advantages"]), UPDATE),
+        "prepare_update": (
+            ROWS.select(["prompt_ids", "response_ids", "log_probs", "advantages"]),
+            {**UPDATE, "loss": PREPARED_LOSS, "rows": 16},
+        ),
         "update_supervised": (SEQUENCES, {"schedule": TWO_STEPS}),
         "offload": (None, {}),
         "onload": (None, {}),

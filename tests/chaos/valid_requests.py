@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from integration.harness import POLICY_LOSS, SHARDED, TWO_STEPS, VALUE_LOSS, jagged
+from integration.harness import POLICY_LOSS, PREPARED_LOSS, SHARDED, TWO_STEPS, VALUE_LOSS, jagged
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.wire import ELEMENT_TYPES
 from rlhf.v1 import actor_pb2, reward_pb2, weights_pb2
@@ -68,6 +68,10 @@ def valid_requests(role: str, words: Sequence[str]) -> Valid:
             "compute_loss": (texts("text"), {}),
             "tokenize": (texts("prompt", "response"), {}),
             "update_actor": (rows, {"loss": POLICY_LOSS, "schedule": TWO_STEPS, "temperature": 1.0}),
+            "prepare_update": (
+                rows,
+                {"loss": PREPARED_LOSS, "schedule": TWO_STEPS, "temperature": 1.0, "rows": 16},
+            ),
             "update_supervised": (sequences, {"schedule": TWO_STEPS}),
         },
         "critic": {

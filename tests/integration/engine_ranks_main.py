@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from integration.begun_early import is_step_begun_early_the_same
 from nccl_transfer.refs.columns import Jagged
 from services.compute.heads import Head, PolicyHead, PolicyOutput, value_head
 from services.compute.jagged_rows import assemble
@@ -124,6 +125,7 @@ def run(name: str, engine: FSDPEngine, head: Head, out: Path, other_checkpoint: 
         engine.load(other_checkpoint / f"{name}-checkpoint")
         step()
         save_file({key: x.clone() for key, x in engine.full_tensors()}, out / f"{name}-resharded.safetensors")
+    report["begun_early"] = is_step_begun_early_the_same(engine, micro_batches, head, loss_fn)
     report["moved"] = not torch.equal(infer(), inferred)
     engine.restore(initial)
     report["restored"] = torch.equal(infer(), inferred)

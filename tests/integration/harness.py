@@ -45,6 +45,8 @@ HUGGING_FACE = worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE
 SHARDED = worker_pb2.CHECKPOINT_FORMAT_SHARDED
 
 POLICY_LOSS, VALUE_LOSS = actor_pb2.PolicyLoss(), critic_pb2.ValueLoss()
+PREPARED_LOSS = actor_pb2.PolicyLoss(aggregation="seq-mean-token-mean")
+"""A loss that adds up by rows, so that an update by it can be prepared."""
 TWO_STEPS = actor_pb2.Schedule(epochs=1, mini_batches=2)
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from integration.begun_early import is_step_begun_early_the_same
 from integration.three_d_main import HEAD, OPTIONS, Rows, distance, rows_of
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.microbatch import MicroBatch
@@ -83,6 +84,7 @@ def run(directory: Path, reference: Path, dtype: torch.dtype, out: Path) -> dict
     for _ in expected["loss"][1:]:
         fresh.step(micro_batches, HEAD, rows.loss)
     report["resumed"] = fresh.export(out / "resumed") == report["exported"]
+    report["begun_early"] = is_step_begun_early_the_same(fresh, micro_batches, HEAD, rows.loss)
     return report
 
 

@@ -97,17 +97,43 @@ def spans(directory: Path, step: int) -> dict[tuple[str, int], tuple[float, floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "chunks"), [("ppo", 2), ("grpo", 4)])
+@pytest.mark.parametrize(
+    ("algorithm", "chunks", "tables"),
+    [("ppo", 2, {}), ("grpo", 4, {"algorithm": {"aggregation": "token-mean"}})],
+)
 def test_rows_in_chunks_give_the_bits_of_one_call(
-    config: Config, algorithm: str, chunks: int, tmp_path: Path
+    config: Config, algorithm: str, chunks: int, tables: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = on(config, PPO, run={"steps": 2})
+    run = on(config, PPO, run={"steps": 2}, **tables)
     whole = executed(run, tmp_path / "whole", algorithm)
     parts = executed(with_tables(run, rollout={"chunks": chunks}), tmp_path / "chunks", algorithm)
     check_same(Results.of(parts), Results.of(whole))
     calls = spans(parts, 1)
     assert [number for name, number in calls if name == "generate_sequences"] == list(range(chunks))
     assert calls["compute_reward", 0][0] < calls["generate_sequences", chunks - 1][1]
+    assert ("update_actor", 1) not in calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_gradients_that_were_begun_chunk_by_chunk_give_the_bits_of_one_call(
+    config: Config, epochs: int, tmp_path: Path
+) -> None:
+    """Responses of one token, so that all rows are as long: the order of micro-batches is that of the rows."""
+    run = on(
+        config,
+        PPO,
+        run={"steps": 2},
+        rollout={"max_response_tokens": 1},
+        algorithm={"epochs": epochs, "mini_batch_size": PROMPTS // epochs},
+    )
+    whole = executed(run, tmp_path / "whole", "grpo")
+    early = with_tables(run, rollout={"max_response_tokens": 1, "chunks": 4})
+    parts = executed(early, tmp_path / "chunks", "grpo")
+    check_same(Results.of(parts), Results.of(whole))
+    calls = spans(parts, 2)
+    assert [number for name, number in calls if name == "prepare_update"] == [0, 1, 2]
+    assert calls["prepare_update", 2][1] <= calls["update_actor", 0][1]
     assert ("update_actor", 1) not in calls
 
 

@@ -91,6 +91,7 @@ def test_two_ranks_continue_their_checkpoint_bit_for_bit(runs: tuple[Run, Run], 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_restored_engine_computes_with_the_restored_weights(runs: tuple[Run, Run], model: str):
     for report in runs[1].reports:
+        assert report[model]["begun_early"]
         assert report[model]["moved"]
         assert report[model]["restored"]
 

@@ -54,6 +54,7 @@ SAME_BITS = (
     "learned",
     "reference after",
     "resumed",
+    "begun_early",
 )
 
 

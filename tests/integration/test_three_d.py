@@ -159,6 +159,10 @@ def test_a_snapshot_comes_back(launched: Run):
     assert all(report["restored"] for _, _, report in policies(launched))
 
 
+def test_a_step_whose_gradient_was_begun_before_has_the_same_bits(launched: Run):
+    assert all(report["begun_early"] for _, _, report in policies(launched))
+
+
 def test_an_engine_that_starts_over_has_the_bits_of_a_new_one(launched: Run):
     assert all(report["started_over"] for _, _, report in policies(launched))
 

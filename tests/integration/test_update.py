@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from integration.conftest import Task
 from integration.harness import POLICY_LOSS, TWO_STEPS, VALUE_LOSS, Pending, Service, jagged, take_rows
+from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import PeerFailed, UpdateRejected
@@ -235,6 +236,45 @@ def test_an_update_of_the_actor_does_not_depend_on_ranks_and_micro_batches(
     assert whole == pytest.approx(cut, rel=TOLERANCE, abs=TOLERANCE)
     assert math.isfinite(whole["grad_norm"])
     assert distance(weights(actor, tmp_path / "whole"), weights(lone_actor, tmp_path / "cut")) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["actor", "lone_actor"])
+@pytest.mark.parametrize("moves", [False, True])
+def test_an_update_that_was_prepared_is_that_of_one_call(
+    request: pytest.FixtureRequest, name: str, moves: bool, tmp_path: Path
+) -> None:
+    """With `moves`, rows are prepared on other ranks than the update has them on, which computes them again."""
+    service: Service = request.getfixturevalue(name)
+    service.save(tmp_path / "initial")
+    rows, loss = make_rows(), actor_pb2.PolicyLoss(aggregation="seq-mean-token-mean")
+    loss.MergeFrom(EVERYTHING)
+    alone = means(update(service, rows, loss=loss))
+    expected = weights(service, tmp_path / "alone")
+    service.load(tmp_path / "initial")
+    versions = service.versions
+    for chunk in (range(5), range(5, 8)):
+        prepare(service, rows, loss, chunk, moves=moves)
+    assert service.versions == versions
+    found = means(update(service, rows, loss=loss, prepared=True))
+    assert found == pytest.approx(alone, rel=TOLERANCE, abs=TOLERANCE)
+    assert service.versions == [versions[0] + 1] * len(versions)
+    assert distance(weights(service, tmp_path / "prepared"), expected) < TOLERANCE
+
+
+def prepare(
+    service: Service, rows: Batch, loss: actor_pb2.PolicyLoss, chunk: range, *, moves: bool = False
+) -> None:
+    """Prepares an update of all rows by some, on the ranks that it has them on, or on those after them."""
+    fields = {"loss": loss, "schedule": TWO_STEPS, "temperature": TEMPERATURE, "rows": rows.rows}
+    header = service.header()
+    dealt = np.array_split(np.arange(rows.rows), len(service.ranks))
+    requests = {}
+    for rank in service.ranks:
+        places = dealt[(rank + moves) % len(dealt)]
+        mine = places[np.isin(places, chunk)]
+        batch = wire.to_proto(rows.select(ACTOR_INPUTS).take(mine), mine)
+        requests[rank] = actor_pb2.PrepareUpdateRequest(call=header, batch=batch, **fields)
+    service.send("prepare_update", requests).responses()
 
 
 def test_an_update_of_the_critic_does_not_depend_on_ranks_and_micro_batches(

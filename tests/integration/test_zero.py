@@ -151,6 +151,10 @@ def test_snapshots_and_checkpoints_continue_bit_for_bit(launched: Run):
     assert {name: r for name, _, r in launched.policies() if not (r["restored"] and r["reloaded"])} == {}
 
 
+def test_a_step_whose_gradient_was_begun_before_has_the_same_bits(launched: Run):
+    assert all(report["begun_early"] for _, _, report in launched.policies())
+
+
 def test_an_engine_that_starts_over_has_the_bits_of_a_new_one(launched: Run):
     assert all(report["started_over"] for _, _, report in launched.policies())
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from integration.begun_early import is_step_begun_early_the_same
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.heads import PolicyHead, PolicyOutput, value_head
@@ -230,6 +231,7 @@ def run(
         same_bits(engine.snapshot(), initial) and engine.step(micro_batches, HEAD, rows.loss) == steps[0]
     )
     engine.restore(before)
+    report["begun_early"] = is_step_begun_early_the_same(engine, micro_batches, HEAD, rows.loss)
     if dtype == torch.float32:
         report["exports_masters"] = exports_masters(mesh, sharded, directory, out)
     report["restored"] = engine.export(out / "restored") == report["exported"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
+from integration.begun_early import is_step_begun_early_the_same
 from integration.three_d_main import HEAD, NUM_STEPS, OPTIONS, Rows, distance, rows_of, rows_of_reference
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.heads import PolicyOutput, value_head
@@ -164,6 +165,7 @@ def run(stage: int, offloads: bool, directory: Path, reference: Path, dtype: tor
     for _ in range(NUM_STEPS - 1):
         engine.step(micro_batches, HEAD, rows.loss)
     report["reloaded"] = same_bits(engine.snapshot().tensors, after.tensors)
+    report["begun_early"] = is_step_begun_early_the_same(engine, micro_batches, HEAD, rows.loss)
     report.update(interchanged(engine, directory, dtype, micro_batches, rows, final, out))
     return report
 

@@ -355,7 +355,7 @@ class PacedRun:
             SimpleNamespace(
                 ahead=schedule.ahead, steps=schedule.steps, evaluate_every=schedule.evaluate_every
             ),
-            schedule.segments,
+            SimpleNamespace(segments=schedule.segments, chunks=1),
             SimpleNamespace(session=self.session, end_step=self._end_step, device_use=lambda: None),
             SimpleNamespace(calls=lambda *given: None, step=lambda *given: None, metric_names=()),
             feed,

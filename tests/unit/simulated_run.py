@@ -10,7 +10,7 @@ import json
 import random
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +40,7 @@ ROLLOUT = (
 """Setting that gives a config a rollout service, which generates for its actor."""
 VALUES = 'services.values={role="values",address="127.0.0.1:7198",device="cpu",model="runs/arithmetic/model"}'
 """Setting that gives a config a values service, which computes the values of its critic."""
+BESIDE = ("describe_weights", "load_weights")
 QUICKSTARTS = Path(__file__).parent.parent.parent / "deploy" / "quickstart"
 
 
@@ -110,6 +111,7 @@ class SimulatedRanks:
         self._arrived = state
         self.clients = [SimpleNamespace(service=service)]
         self._weather, self._log = weather, log
+        self._prepared: dict[int, tuple[object, ...]] = {}
         self._turn = asyncio.Lock()
 
     def address(self, header: Any, *, beside: bool = False) -> None:
@@ -155,6 +157,11 @@ class SimulatedRanks:
             self._arrived = seed, version
         elif name == "commit_weights":
             self.state = self._arrived
+        if name == "prepare_update":
+            entry.rows = rows_of(values["response_ids"])
+            self._prepare(request, values)
+        if name == "update_actor":
+            self._use_prepared(request, values)
         if name.startswith("update_"):
             entry.rows = rows_of(values["response_ids"])
             self.state = (
@@ -171,6 +178,19 @@ class SimulatedRanks:
         response.outcome.policy_version = self.state[1]
         self._log.append(entry)
         return response
+
+    def _prepare(self, request: Any, values: Mapping[str, Any]) -> None:
+        """Keeps what an update has been given of rows, to be compared with what it is given itself."""
+        found = prepared_rows(request, values, self.state)
+        assert not found.keys() & self._prepared.keys(), "a row is prepared once"
+        self._prepared |= found
+
+    def _use_prepared(self, request: Any, values: Mapping[str, Any]) -> None:
+        whole = prepared_rows(request, values, self.state)
+        assert bool(self._prepared) == request.prepared
+        assert self._prepared.items() <= whole.items(), "a row was prepared as it is trained on"
+        assert len(self._prepared) < len(whole), "the last chunk is not prepared"
+        self._prepared = {}
 
     def _generated(self, values: Mapping[str, Any], request: Any) -> dict[str, Any]:
         """Responses of 2, 3 or 4 tokens, of which a call adds at most `segment_tokens`."""
@@ -202,6 +222,28 @@ class SimulatedRanks:
         ids = values["response_ids"]
         made = np.concatenate([numbers(digest(self.state, row), len(row) // 8) for row in rows_of(ids)])
         return {column[name]: Jagged(-made.astype(np.float32), ids.lengths)}
+
+
+def prepared_rows(
+    request: Any, values: Mapping[str, Any], state: tuple[int, int]
+) -> dict[int, tuple[object, ...]]:
+    """What an update reads of each row, by its number, with what tells the update from others."""
+    call = request.call
+    update = (call.step, call.ordinal, state, str(request.loss), str(request.schedule), request.temperature)
+    rows = zip(*(list(row_values(values[name])) for name in sorted(values)), strict=True)
+    return {
+        int(number): (*update, *row)
+        for number, row in zip(wire.row_numbers(request.batch), rows, strict=True)
+    }
+
+
+def row_values(values: Any) -> Iterator[bytes]:
+    """Values of each row of a column."""
+    jagged = isinstance(values, Jagged)
+    return (
+        (values.row(row) if jagged else np.asarray(values[row])).tobytes()
+        for row in range(values.rows if jagged else len(values))
+    )
 
 
 def values_of(rows: Batch) -> dict[str, Any]:
@@ -293,10 +335,10 @@ class Simulation:
                     input_form=worker_pb2.INPUT_FORM_TENSOR,
                     methods=[
                         worker_pb2.MethodInfo(
-                            name=method.path[1:], beside=getattr(table, "second_buffer", False)
+                            name=method.path[1:],
+                            beside=name in BESIDE and getattr(table, "second_buffer", False),
                         )
-                        for method in map(group_methods(table.role).get, ("describe_weights", "load_weights"))
-                        if method
+                        for name, method in group_methods(table.role).items()
                     ],
                 ),
                 self.config.devices_of(name),

@@ -27,8 +27,8 @@ TRANSPORTS = {name: service_methods(f"rlhf.v1.{name}_pb2:{service}") for name, s
 READ = {"worker/Describe", "worker/Watch", "transfer/Stat"}
 ADMINISTER = {"worker/AwaitCheckpoint", "worker/Profile", "worker/SaveCheckpoint", "worker/LoadCheckpoint"}
 CALL = {
-    *(f"actor/{name}" for name in ("GenerateSequences", "ComputeLogProb", "ComputeLoss", "Tokenize", "UpdateActor",
-                                   "UpdateSupervised")),
+    *(f"actor/{name}" for name in ("GenerateSequences", "ComputeLogProb", "ComputeLoss", "Tokenize", "PrepareUpdate",
+                                   "UpdateActor", "UpdateSupervised")),
     *(f"critic/{name}" for name in ("ComputeValues", "UpdateCritic")),
     "reference/ComputeRefLogProb",
     *(f"reward/{name}" for name in ("ComparePairs", "ComputeReward", "UpdateReward")),

@@ -34,7 +34,12 @@ ROLES = {
 
 
 def results(run: Simulation) -> Any:
-    return run.notes.metrics, run.states()
+    """Metrics and states at the end. Rows in chunks may be sent once more, before the update."""
+    metrics = {
+        step: {name: value for name, value in found.items() if name != "transfer/controller_bytes"}
+        for step, found in run.notes.metrics.items()
+    }
+    return metrics, run.states()
 
 
 def of_actor(run: Simulation, method: str) -> list[Entry]:
@@ -248,6 +253,8 @@ def random_runs(directory: Path, seed: int) -> None:
     calm = simulate(directory, name, *table, every=every)
     check_rows(calm, ahead)
     table.append(f"rollout.chunks={chosen.randint(1, 4)}")
+    if chosen.random() < 0.5:
+        table.append("algorithm.aggregation='seq-mean-token-sum'")
     for number, fails in enumerate(STORMS):
         weather = Weather(
             len(STORMS) * seed + number, 0.003, chosen.randint(1, len(calm.log)) if fails else 0

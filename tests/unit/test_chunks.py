@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,16 @@ from controller.role_groups.chunked_call import batch_of, is_row_wise
 from controller.role_groups.chunks import ChunkedColumn, chunk_sizes
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import Promise, promise, resolved
+from controller.role_groups.group import CallingGroup
 from controller.role_groups.verdicts import RewardCodec
+from controller.training.deferral import future_columns
+from controller.training.run import Run
+from controller.training.step import Step
 from nccl_transfer.refs.batch import Batch, Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from rlhf.contract import group_methods
-from rlhf.errors import ConfigError, RewardFailed, RlhfError
+from rlhf.errors import ConfigError, InvalidRequest, RewardFailed, RlhfError
 from rlhf.v1 import actor_pb2, common_pb2
 
 pytestmark = pytest.mark.timeout(60)
@@ -186,7 +191,13 @@ def test_a_chunk_of_which_no_row_was_scored_has_the_scores_of_the_others() -> No
 
 
 def results(run: Simulation) -> Any:
-    return run.notes.metrics, run.states()
+    """Metrics and states at the end. Advantages are sent twice where gradients of a chunk are computed before the
+    update."""
+    metrics = {
+        step: {name: value for name, value in found.items() if name != "transfer/controller_bytes"}
+        for step, found in run.notes.metrics.items()
+    }
+    return metrics, run.states()
 
 
 def generated(run: Simulation) -> Counter[int]:
@@ -194,10 +205,28 @@ def generated(run: Simulation) -> Counter[int]:
     return Counter(entry.step for entry in run.log if entry.method == "generate_sequences")
 
 
-@pytest.mark.parametrize("name", ["ppo", "dapo", "remax"])
-def test_chunks_change_no_number(name: str, tmp_path: Path) -> None:
+BY_ROWS = "algorithm.aggregation='seq-mean-token-mean'"
+"""Setting with which an update may begin with the first rows."""
+ADAPTIVE = ("algorithm.kl_target=0.1", "algorithm.kl_horizon=100")
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("ppo", ()),
+        ("dapo", ()),
+        ("remax", ()),
+        ("grpo", ()),
+        ("dr_grpo", ()),
+        ("gspo", ("algorithm.mini_batch_size=2",)),
+        ("cispo", (BY_ROWS,)),
+        ("rloo", (BY_ROWS, *ADAPTIVE)),
+        ("remax", (BY_ROWS, *ADAPTIVE)),
+    ],
+)
+def test_chunks_change_no_number(name: str, given: tuple[str, ...], tmp_path: Path) -> None:
     for ahead, segments, chunks in ((0, 1, 2), (1, 1, 4), (2, 2, 3)):
-        table = (f"run.ahead={ahead}", f"rollout.segments={segments}", "run.steps=3")
+        table = (*given, f"run.ahead={ahead}", f"rollout.segments={segments}", "run.steps=3")
         whole = simulate(tmp_path, name, *table)
         stormy = Weather(seed=ahead, longest_s=0.003)
         found = simulate(tmp_path, name, *table, f"rollout.chunks={chunks}", weather=stormy)
@@ -224,12 +253,106 @@ def test_forward_passes_on_other_devices_begin_while_the_next_chunk_is_generated
     simulate(tmp_path, "ppo", *settings, weather=weather)
 
 
-def test_the_update_is_one_call_with_all_rows(tmp_path: Path) -> None:
+def test_the_update_of_ppo_is_one_call_with_all_rows(tmp_path: Path) -> None:
     run = simulate(tmp_path, "ppo", "rollout.chunks=4", "run.steps=2", "run.evaluate_every=0")
     rows = [len(entry.rows) for entry in run.log if entry.method.startswith("update_")]
     assert rows == [8] * 4
     calls = Counter(entry.method for entry in run.log if entry.step == 1)
     assert (calls["compute_ref_log_prob"], calls["compute_reward"]) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("grpo", ()), ("dr_grpo", ()), ("gspo", ()), ("rloo", (BY_ROWS,))]
+)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_gradients_of_a_chunk_begin_before_the_last_is_scored(
+    name: str, given: tuple[str, ...], ahead: int, tmp_path: Path
+) -> None:
+    # The last chunk of each step is scored only when gradients of the first have begun.
+    after = {("reward.compute_reward", step, 3): ("actor.prepare_update", step) for step in range(1, 3)}
+    settings = (*given, f"run.ahead={ahead}", "rollout.chunks=3", "run.steps=2", "run.evaluate_every=0")
+    run = simulate(tmp_path, name, *settings, weather=Weather(after=after))
+    for step in (1, 2):
+        calls = [entry for entry in run.log if entry.step == step]
+        prepared, (update,) = (
+            [entry for entry in calls if entry.method == name] for name in ("prepare_update", "update_actor")
+        )
+        assert len(prepared) == 2
+        assert {row for entry in prepared for row in entry.rows} < set(update.rows)
+        assert calls.index(update) > calls.index(prepared[-1])
+    shown = [record for step, record in run.notes.records if step == 1]
+    (early,) = (record for record in shown if record.method == "prepare_update")
+    (whole,) = (record for record in shown if record.method == "update_actor")
+    assert (len(early.sent), len(whole.sent)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("ppo", (BY_ROWS,)),
+        ("reinforce_pp", (BY_ROWS,)),
+        ("cispo", ()),
+        ("remax", (BY_ROWS,)),
+        ("grpo", ("algorithm.aggregation='token-mean'",)),
+    ],
+)
+def test_an_update_that_needs_all_rows_is_one_call(name: str, given: tuple[str, ...], tmp_path: Path) -> None:
+    run = simulate(tmp_path, name, *given, "rollout.chunks=4", "run.steps=2", "run.evaluate_every=0")
+    assert not [entry for entry in run.log if entry.method == "prepare_update"]
+    assert len([entry for entry in run.log if entry.method == "update_actor"]) == 2
+
+
+def test_a_service_that_does_not_prepare_updates_gets_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CallingGroup, "serves", lambda group, name: False)
+    run = simulate(tmp_path, "grpo", "rollout.chunks=4", "run.steps=2", "run.evaluate_every=0")
+    assert not [entry for entry in run.log if entry.method == "prepare_update"]
+
+
+def with_advantages(**options: Any) -> Any:
+    """GRPO with advantages by group that `made` computes from a batch, and the chunks that it was called with."""
+
+    def algorithm(run: Run) -> None:
+        actor, reward = run.actor(), run.reward()
+        count = run.keep("count", Count())
+        for step in run.steps():
+            batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+            batch |= actor.compute_log_prob(batch)
+            batch = reward.score(batch)
+            batch |= future_columns("advantages", by_group=True)(advantages)(
+                run, step, batch, count, **options
+            )
+            step.finish(batch, actor.update_actor(batch))
+
+    return algorithm
+
+
+@dataclass
+class Count:
+    calls: int = 0
+
+
+def advantages(run: Run, step: Step, batch: FutureBatch, count: Count, whitens: bool = False) -> FutureBatch:
+    rewards = run.fetch(batch, "rewards")["rewards"]
+    count.calls += 1
+    step.metrics |= {"counted": float(count.calls), f"rows/{len(rewards)}": 1.0}
+    return FutureBatch.of(advantages=(rewards - (rewards.mean() if whitens else 0)).astype(np.float32))
+
+
+def test_metrics_and_state_are_of_the_whole_batch(tmp_path: Path) -> None:
+    settings = ("rollout.chunks=4", "run.steps=3", "run.evaluate_every=0")
+    run = simulate(tmp_path, "grpo", *settings, algorithm=with_advantages())
+    assert len([entry for entry in run.log if entry.method == "prepare_update"]) == 9
+    assert [run.notes.metrics[step]["counted"] for step in (1, 2, 3)] == [1, 2, 3]
+    assert {name for name in run.notes.metrics[3] if name.startswith("rows/")} == {"rows/8"}
+
+
+def test_advantages_that_need_the_whole_batch_are_not_taken_by_group(tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"columns \['advantages'\] of a chunk .* cannot be computed by_group"
+    ):
+        simulate(tmp_path, "grpo", "rollout.chunks=4", algorithm=with_advantages(whitens=True))
 
 
 def test_a_run_with_chunks_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
@@ -241,7 +364,7 @@ def test_a_run_with_chunks_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_chunk_that_fails_ends_the_run_by_its_error(tmp_path: Path) -> None:
-    for number in (2, 3, 5, 6):
+    for number in (2, 3, 5, 6, 11, 12):
         with pytest.raises(RlhfError, match="struck by lightning"):
             simulate(tmp_path, "grpo", "rollout.chunks=3", weather=Weather(fails=number))
 

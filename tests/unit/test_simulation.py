@@ -103,6 +103,22 @@ def test_rewards_and_forward_passes_of_a_chunk_start_while_the_next_is_generated
     assert found.calls.usual["reward", "compute_reward"] == pytest.approx([3.0])
 
 
+def test_gradients_of_a_chunk_are_computed_while_the_next_is_scored() -> None:
+    seconds = {
+        **SECONDS,
+        ("reward", "compute_reward"): [8.0],
+        ("actor", "prepare_update"): [6.0],
+        ("actor", "update_actor"): [2.0],
+    }
+    trace = trace_of("dr_grpo", "rollout.chunks=4", durations=Durations(CallTimes(seconds)))
+    # Rows are scored at 3, 5, 7 and 9 s; log-probabilities end at 5 s, and each chunk has gradients of 2 s.
+    assert [metrics["time/step_s"] for metrics in trace.metrics] == pytest.approx([4 + 1 + 8] * 3)
+    early = [c for c in trace.calls if c.step == 1 and c.method == "prepare_update"]
+    assert [call.start for call in early] == pytest.approx([5.0, 7.0, 9.0])
+    assert trace.metrics[0]["time/prepare_update_s"] == pytest.approx(6.0)
+    assert calls(trace, 1)["actor.update_actor"] == pytest.approx((11.0, 13.0))
+
+
 def check_repeats(name: str, ahead: int) -> None:
     durations = Durations(CallTimes(SECONDS), spread=0.3, seed=7)
     both = [seen(trace_of(name, f"run.ahead={ahead}", durations=durations)) for _ in range(2)]

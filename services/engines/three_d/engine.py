@@ -202,10 +202,19 @@ class ThreeDParallelEngine(ShardedEngine):
     def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         self._stage.load(weights)
 
-    def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
-    ) -> tuple[float, dict[str, Tensor]]:
-        accumulator = LossAccumulator(self.device)
+    @property
+    def _counts_loss(self) -> bool:
+        return self.sees_outputs and self._groups.tensor_index == 0
+
+    def _add_gradients(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        head: Head[Output],
+        loss_fn: LossFn[Output],
+        sums: LossAccumulator,
+        *,
+        are_last: bool,
+    ) -> None:
         failures: list[Exception] = []
 
         def loss_head(raw: Any, micro_batch: MicroBatch) -> Tensor:
@@ -215,7 +224,7 @@ class ThreeDParallelEngine(ShardedEngine):
                 except Exception as error:  # noqa: BLE001 - raised after the backward pass, which other stages join
                     failures.append(error)
                 else:
-                    accumulator.add(loss, stats)
+                    sums.add(loss, stats)
                     return loss
             return dummy_head(raw, micro_batch) * 0
 
@@ -225,8 +234,6 @@ class ThreeDParallelEngine(ShardedEngine):
         with all_or_none("the loss"):
             for error in failures:
                 raise error
-        self._sum_gradients()
-        return accumulator.total(is_primary=self.sees_outputs and self._groups.tensor_index == 0)
 
     def _pad_with_dummies(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Returns the micro-batches, followed by dummies if all data ranks must run the same number. Collective."""
@@ -234,7 +241,7 @@ class ThreeDParallelEngine(ShardedEngine):
         return [*micro_batches, *(dummy_micro_batch() for _ in range(missing))]
 
     @torch.no_grad()
-    def _sum_gradients(self) -> None:
+    def _store_gradients(self) -> None:
         """Sums the gradient of each weight over all ranks that computed a part of it. Collective."""
         self._sharding.sum_gradients()
         tied = set(self._stage.aliases.values())
