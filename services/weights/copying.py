@@ -50,12 +50,16 @@ class Incoming(ABC):
 
     @abstractmethod
     def copy_to(self, target: Tensor) -> None:
-        """Copies the values to `target`, of their shape and perhaps of another element type, layout or device.
+        """Copies the values to `target`, of their shape and perhaps of another element type, layout or device. Other
+        threads may go on with it after the call: `wait`, and the end of what yields the values, wait for them.
 
         Raises:
             TransferError: They are not those that were sent, so that `target` is not to be used.
             RlhfError: They cannot be read any more, for this error.
         """
+
+    def wait(self) -> None:
+        """Waits until the values are at their place. Raises as `copy_to`. Default: they were there after it."""
 
 
 @dataclass(frozen=True)
