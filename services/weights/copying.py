@@ -58,8 +58,9 @@ class Incoming(ABC):
             RlhfError: They cannot be read any more, for this error.
         """
 
+    @abstractmethod
     def wait(self) -> None:
-        """Waits until the values are at their place. Raises as `copy_to`. Default: they were there after it."""
+        """Waits until the values are at their place. Raises as `copy_to`."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ class Values(Incoming):
             TransferError: They are not those that were sent; a part of `target` was overwritten with verified values.
         """
         copy_values(target, self.tensor, before=self.verify)
+
+    def wait(self) -> None:
+        """Does nothing: `copy_to` has copied them."""
 
 
 def _copy_bytes(target: np.ndarray, values: np.ndarray, item_bytes: int, before: Step, after: Step) -> None:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from nccl_transfer.rows import FetchedRows
+from rlhf.v1 import common_pb2
+from services.reference.worker import ReferenceWorker
 from services.runtime.huge_pages import BLOCK_BYTES, blocks_of, move_to_huge_pages
+from services.runtime.ranks import Ranks
+from services.runtime.worker import CallContext, CallRows
+from services.weights import sending
+from settings.reference import ReferenceTable
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 LINUX = tuple(int(part) for part in os.uname().release.split(".")[:2])
@@ -58,13 +67,14 @@ def test_blocks_of_a_tensor_are_all_that_it_touches():
 
 
 @needs_collapse
-def test_tensors_are_moved_to_huge_pages_in_place(
-    layers: Sequence[Tensor], monkeypatch: pytest.MonkeyPatch
-):
+def test_tensors_are_moved_to_huge_pages_in_place(layers: Sequence[Tensor], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
     before = [(x.data_ptr(), x.clone()) for x in layers]
     move_to_huge_pages(map(blocks_of, layers))
-    assert all(x.data_ptr() == address and torch.equal(x, value) for x, (address, value) in zip(layers, before))
+    assert all(
+        x.data_ptr() == address and torch.equal(x, value)
+        for x, (address, value) in zip(layers, before, strict=True)
+    )
     # Blocks at the ends may have other neighbours, which are not mapped.
     addresses = sorted({block for x in layers for block in blocks_of(x)})
     whole = range(addresses[0] * BLOCK_BYTES, (addresses[-1] + 1) * BLOCK_BYTES)
@@ -88,3 +98,17 @@ def test_huge_pages_that_the_user_refuses_are_not_used(
 def test_blocks_that_are_not_mapped_are_left_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
     move_to_huge_pages([range(1, 3)])
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_weights_that_a_rank_describes_are_moved_once(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    table = {"role": "reference", "address": "127.0.0.1:1", "model": tiny_llama_dir}
+    worker = ReferenceWorker(ReferenceTable.model_validate(table), Ranks(0, 1, 0))
+    moved: list[range] = []
+    monkeypatch.setattr(sending, "move_to_huge_pages", moved.extend)
+    none = CallRows(FetchedRows(0, {}, {}, 0), np.empty(0, np.int64))
+    for _ in range(2):
+        worker.describe_weights(none, None, CallContext(common_pb2.Call(call_id="c"), time.monotonic() + 60))
+    assert moved == [blocks_of(shard.tensor) for _, shard in worker.engine.weight_shards()]
