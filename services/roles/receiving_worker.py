@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from abc import ABC, abstractmethod
@@ -111,8 +112,10 @@ class ReceivingWorker(LanguageWorker):
             self._keep(version)
             return CallResult()
         self._check_slices(transfer, own)
-        pieces = receive(transfer, own, self.fetcher, call.deadline, check=call.check)
-        return CallResult(fields={"received_bytes": self.inbox.receive(version, pieces)})
+        with contextlib.closing(
+            receive(transfer, own, self.fetcher, call.deadline, check=call.check)
+        ) as pieces:
+            return CallResult(fields={"received_bytes": self.inbox.receive(version, pieces)})
 
     @register("ONE_TO_ALL")
     def commit_weights(

@@ -50,12 +50,17 @@ class Incoming(ABC):
 
     @abstractmethod
     def copy_to(self, target: Tensor) -> None:
-        """Copies the values to `target`, of their shape and perhaps of another element type, layout or device.
+        """Copies the values to `target`, of their shape and perhaps of another element type, layout or device. Other
+        threads may go on with it after the call: `wait`, and the end of what yields the values, wait for them.
 
         Raises:
             TransferError: They are not those that were sent, so that `target` is not to be used.
             RlhfError: They cannot be read any more, for this error.
         """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Waits until the values are at their place. Raises as `copy_to`."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,9 @@ class Values(Incoming):
             TransferError: They are not those that were sent; a part of `target` was overwritten with verified values.
         """
         copy_values(target, self.tensor, before=self.verify)
+
+    def wait(self) -> None:
+        """Does nothing: `copy_to` has copied them."""
 
 
 def _copy_bytes(target: np.ndarray, values: np.ndarray, item_bytes: int, before: Step, after: Step) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, wait
+from concurrent.futures import Executor, Future
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from rlhf.errors import ServiceLost, TransferError
 from rlhf.v1 import transfer_pb2 as pb
 from services.weights.copying import Incoming, bytes_of, copy_values
 
-SHARED_PARTS = 4
-"""Fewest parts of a slice that a second thread helps to copy."""
+COPIERS = 2
+"""Threads that copy: one core alone is slower than the memory."""
 
 
 class BucketInPlace:
@@ -35,7 +35,7 @@ class BucketInPlace:
         memory: The source's memory.
         source: The rank that holds it.
         name: Name of the bucket, for messages.
-        helper: Runs the second thread that copies: one core alone is slower than the memory.
+        copiers: The COPIERS threads that copy.
         explain: Called where bytes cannot be read or do not match. Raises the error by which the source's call has
             ended, if it has.
         count: Called with the traffic of the bucket, once it was copied.
@@ -47,6 +47,9 @@ class BucketInPlace:
         TransferError: It is not the place of this bucket.
     """
 
+    ahead = 3
+    """Buckets that may be begun after this one before it is at its place: so no thread that copies waits for work."""
+
     def __init__(
         self,
         bucket: Bucket,
@@ -54,13 +57,13 @@ class BucketInPlace:
         memory: ProcessMemory,
         source: Endpoint,
         name: str,
-        helper: Executor,
+        copiers: Executor,
         explain: Callable[[], None],
         count: Callable[[Traffic], None],
     ) -> None:
         self.bucket, self._count = bucket, count
         self._values: list[tuple[WeightSlice, ValuesInPlace]] = []
-        copier = _Copier(memory, f"{source}: {name}", source, helper, explain)
+        reader = _Reader(memory, f"{source}: {name}", source, explain)
         checksums = list(place.checksums)
         for piece, box in zip(bucket.pieces, place.slices, strict=False):
             dtype, shape = DTYPES.get(box.dtype, ""), piece.slice.box.shape
@@ -70,7 +73,7 @@ class BucketInPlace:
             own, checksums = checksums[: num_parts(runs.nbytes)], checksums[num_parts(runs.nbytes) :]
             if len(own) != num_parts(runs.nbytes):
                 raise TransferError(f"{source}: {name}: checksums of {piece.slice.name} are missing")
-            values = ValuesInPlace(copier, piece.slice, runs, getattr(torch, dtype), own)
+            values = ValuesInPlace(reader, copiers, piece.slice, runs, getattr(torch, dtype), own)
             self._values.append((piece.slice, values))
         if len(self._values) != len(bucket.pieces) or checksums:
             raise TransferError(f"{source}: {name} came with other slices than planned")
@@ -80,7 +83,9 @@ class BucketInPlace:
         yield from self._values
 
     def verify(self) -> None:
-        """Counts the traffic of the bucket; what was copied was verified then."""
+        """Waits until all that is copied is at its place, and verified. Raises as `ValuesInPlace.wait`."""
+        for _, values in self._values:
+            values.wait()
         copied = [values for _, values in self._values]
         self._count(
             Traffic(sum(each.copied_bytes for each in copied), sum(each.seconds for each in copied), 1)
@@ -91,58 +96,75 @@ class ValuesInPlace(Incoming):
     """A slice of weights in the memory of its source.
 
     Args:
-        copier: Copies from there.
+        reader: Reads from there.
+        copiers: As for `BucketInPlace`.
         slice_: The slice.
         runs: Where it lies.
         dtype: Element type in which it lies there.
         checksums: Of its parts.
 
     Attributes:
-        copied_bytes: Bytes that were copied from there.
-        seconds: Seconds of the copies.
+        copied_bytes: Bytes that are copied from there.
+        seconds: Seconds that threads have spent with it.
     """
 
     def __init__(
-        self, copier: _Copier, slice_: WeightSlice, runs: Runs, dtype: torch.dtype, checksums: Sequence[int]
+        self,
+        reader: _Reader,
+        copiers: Executor,
+        slice_: WeightSlice,
+        runs: Runs,
+        dtype: torch.dtype,
+        checksums: Sequence[int],
     ) -> None:
-        self._copier, self._slice = copier, slice_
+        self._reader, self._copiers, self._slice = reader, copiers, slice_
         self._runs, self._dtype, self._checksums = runs, dtype, checksums
+        self._copies: list[Future[None]] = []
         self.copied_bytes, self.seconds = 0, 0.0
 
     @torch.no_grad()
     def copy_to(self, target: Tensor) -> None:
-        """Copies the values, and verifies each part before the next one; a target in other memory, or of another
-        layout or element type than wanted, gets them all by way of memory of this process, after they were verified.
+        """Begins to copy the values, part by part: each is verified while it is in the cache. A target in other memory,
+        or of another layout or element type than wanted, gets them all by way of memory of this process, after they
+        were verified.
 
         Raises:
-            TransferError, ServiceLost: The values cannot be read, or are not those that were sent; `target` may have
+            TransferError, ServiceLost, RlhfError: As for `wait`.
+        """
+        self.copied_bytes += self._runs.nbytes
+        wanted = getattr(torch, self._slice.dtype)
+        if target.device.type == "cpu" and target.dtype == wanted and target.is_contiguous():
+            self._begin(target.detach().view(-1))
+            return
+        whole = torch.empty(self._slice.box.shape, dtype=wanted)
+        self._begin(whole.view(-1))
+        self.wait()
+        copy_values(target, whole)
+
+    def wait(self) -> None:
+        """Waits until the values are at their place.
+
+        Raises:
+            TransferError, ServiceLost: The values cannot be read, or are not those that were sent; the target may have
                 wrong ones.
             RlhfError: The source's call has ended, with this error.
         """
-        began = time.perf_counter()
-        wanted = getattr(torch, self._slice.dtype)
-        if target.device.type == "cpu" and target.dtype == wanted and target.is_contiguous():
-            self._copy_parts(target.detach().view(-1))
-        else:
-            whole = torch.empty(self._slice.box.shape, dtype=wanted)
-            self._copy_parts(whole.view(-1))
-            copy_values(target, whole)
-        self.copied_bytes += self._runs.nbytes
-        self.seconds += time.perf_counter() - began
+        for copy in self._copies:
+            copy.result()
 
-    def _copy_parts(self, target: Tensor) -> None:
-        """Copies all parts to a flat tensor, larger slices on two threads."""
+    def _begin(self, target: Tensor) -> None:
+        """Begins to copy all parts to a flat tensor."""
         copy = self._parts_into if target.dtype == self._dtype else self._parts_cast_into
         starts = iter(range(0, self._runs.nbytes, PART_BYTES))  # each is taken by one thread
-        if len(self._checksums) < SHARED_PARTS:
-            copy(target, starts)
-            return
-        helped = self._copier.helper.submit(copy, target, starts)
-        try:
-            copy(target, starts)
-        finally:
-            wait([helped])
-        helped.result()
+        for _ in range(min(COPIERS, len(self._checksums))):
+            self._copies.append(self._copiers.submit(self._timed, copy, target, starts))
+
+    def _timed(
+        self, copy: Callable[[Tensor, Iterator[int]], None], target: Tensor, starts: Iterator[int]
+    ) -> None:
+        began = time.perf_counter()
+        copy(target, starts)
+        self.seconds += time.perf_counter() - began
 
     def _parts_into(self, target: Tensor, starts: Iterator[int]) -> None:
         data = bytes_of(target)
@@ -162,22 +184,16 @@ class ValuesInPlace(Incoming):
     def _read(self, start: int, target: np.ndarray) -> None:
         """Reads the part from byte `start` on, and verifies it."""
         checksum = self._checksums[start // PART_BYTES]
-        self._copier.read(self._runs, start, target, checksum, self._slice.name)
+        self._reader.read(self._runs, start, target, checksum, self._slice.name)
 
 
-class _Copier:
+class _Reader:
     """Reads parts of slices of one bucket. Arguments as for `BucketInPlace`."""
 
     def __init__(
-        self,
-        memory: ProcessMemory,
-        name: str,
-        source: Endpoint,
-        helper: Executor,
-        explain: Callable[[], None],
+        self, memory: ProcessMemory, name: str, source: Endpoint, explain: Callable[[], None]
     ) -> None:
-        self._memory, self._name, self._source = memory, name, source
-        self.helper, self._explain = helper, explain
+        self._memory, self._name, self._source, self._explain = memory, name, source, explain
 
     def read(self, runs: Runs, start: int, target: np.ndarray, checksum: int, weight: str) -> None:
         """Reads a part, and verifies it.
@@ -190,7 +206,7 @@ class _Copier:
             weight: Name of the weight, for messages.
 
         Raises:
-            TransferError, ServiceLost, RlhfError: As for `ValuesInPlace.copy_to`.
+            TransferError, ServiceLost, RlhfError: As for `ValuesInPlace.wait`.
         """
         try:
             self._memory.read(runs, start, start + len(target), target)

@@ -32,6 +32,9 @@ class PackedBucket:
         bucket: The bucket.
     """
 
+    ahead = 0
+    """Buckets that may be begun after this one while it is in memory."""
+
     def __init__(
         self,
         bucket: Bucket,

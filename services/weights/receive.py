@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -24,7 +25,7 @@ from rlhf.errors import Refused, TransferError, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 from services.weights.copying import Incoming
-from services.weights.in_place import BucketInPlace
+from services.weights.in_place import COPIERS, BucketInPlace
 from services.weights.packed import PackedBucket
 
 T = TypeVar("T")
@@ -33,8 +34,9 @@ Piece = tuple[WeightSlice, Incoming]
 
 IN_PLACE = "in_place"
 """Name under which traffic of buckets in place is counted, beside those of transports."""
-CHECK_S = 0.1
-"""Seconds between two calls of `check` while a bucket is waited for."""
+CHECK_S = 0.02
+"""Seconds between two calls of `check` while a bucket is waited for, and until the source of one that is late is told
+what was read."""
 
 
 def receive(
@@ -43,11 +45,12 @@ def receive(
     fetcher: Fetcher,
     deadline: float,
     check: Callable[[], None] = lambda: None,
-) -> Iterator[Piece]:
+) -> Generator[Piece, None, None]:
     """Yields every element that a receiver lacks once, as boxes of tensors, in no order of names. At most two buckets
     of them are in this process's memory at a time. Their checksums are verified as they are copied.
 
-    Buckets in the memory of a rank on this host are read by the caller's copy. Where that is not possible, the next
+    Buckets in the memory of a rank on this host are read by the caller's copy, on threads that may go on with it after
+    `Incoming.copy_to`; all that was copied is there once the iterator has ended. Where that is not possible, the next
     bucket is read while the caller copies the current one. To run the iterator to its end tells the sources that
     everything has been read. Closing it earlier ends its connections.
 
@@ -65,8 +68,8 @@ def receive(
     Raises:
         DeadlineExceeded, ServiceLost, Refused: A source did not pack its buckets by the deadline, cannot be reached, or
             has another epoch or policy version; the message names it.
-        TransferError: No transport reaches a source, or the transfer cannot be planned. `Incoming.copy_to` raises it
-            where a bucket does not match its checksums; the message names its source and number.
+        TransferError: No transport reaches a source, or the transfer cannot be planned. A bucket does not match
+            its checksums, which `Incoming.copy_to` may raise, too; the message names its source and number.
         RlhfError: SendWeights failed on a source, with this error.
     """
     plan = plan_weights(transfer)
@@ -75,13 +78,27 @@ def receive(
         for bucket in mine[:2]:
             sources.ask(bucket)
         ahead = sources.begin(mine[0]) if mine else None
+        copied: deque[PackedBucket | BucketInPlace] = deque()
+
+        def note_copied(most: int = 0) -> None:
+            while len(copied) > most:
+                sources.note_read(copied.popleft())
+
+        def note_and_check() -> None:
+            note_copied()
+            sources.send_notes()  # the source may offer no further bucket before
+            check()
+
         for _, after, third in zip_longest(mine, mine[1:], mine[2:]):
             assert ahead is not None
-            reading = _wait(ahead, check)
+            reading = _wait(ahead, note_and_check)
             ahead = sources.begin(after) if after else None
             yield from reading.pieces()
-            reading.verify()
-            sources.note_read(reading, third)
+            copied.append(reading)
+            note_copied(reading.ahead)
+            if third:
+                sources.ask(third)
+        note_copied()
         sources.finish(check)
 
 
@@ -114,7 +131,7 @@ class _Sources:
         self._transfer, self._receiver, self._counts = transfer, receiver, counts
         self._fetcher, self._deadline = fetcher, deadline
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="weights-copy")
+        self._copiers = ThreadPoolExecutor(COPIERS, thread_name_prefix="weights-copy")
         self._memories: dict[int, ProcessMemory] = {}
         self._packs = {
             number
@@ -133,7 +150,7 @@ class _Sources:
 
     def __exit__(self, *error: object) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._helper.shutdown(wait=False, cancel_futures=True)
+        self._copiers.shutdown(cancel_futures=True)  # nothing is written to the receiver's memory after this
         for source in self._known.values():
             source.channel.close()
 
@@ -150,27 +167,31 @@ class _Sources:
         asked = self._asked.pop((bucket.source, bucket.number), None)
         return self._thread.submit(self._read, bucket, asked)
 
-    def note_read(self, bucket: PackedBucket | BucketInPlace, following: Bucket | None) -> None:
-        """Tells a source that a bucket has been read, and asks for the following one; does not wait for answers.
+    def note_read(self, bucket: PackedBucket | BucketInPlace) -> None:
+        """Verifies a bucket, and tells its source that it has been read, with the next request where that suffices;
+        does not wait for the answer.
 
         Raises:
-            RlhfError: A source has answered an earlier note with this error.
+            RlhfError: The bucket is not as it was sent, or a source has answered an earlier note with this error.
         """
+        bucket.verify()
         source = bucket.bucket.source
         self._read_before[source] = bucket.bucket.number + 1
         self._unnoted.add(source)
-        if following is not None:
-            self.ask(following)
         if isinstance(bucket, PackedBucket):
             # At once, also while the next bucket is waited for: other receivers may wait for one that follows this one.
             self._note(source)
         while self._notes and self._notes[0][1].done():
             _answer_of(*self._notes.pop(0))
 
-    def finish(self, check: Callable[[], None]) -> None:
-        """Tells the sources what has been read, and waits until they have answered. Raises as `note_read`."""
+    def send_notes(self) -> None:
+        """Tells the sources what has been read, unless a request has done so; does not wait for their answers."""
         for source in list(self._unnoted):
             self._note(source)
+
+    def finish(self, check: Callable[[], None]) -> None:
+        """Tells the sources what has been read, and waits until they have answered. Raises as `note_read`."""
+        self.send_notes()
         for endpoint, answer in self._notes:
             while not answer.done():
                 check()
@@ -189,7 +210,7 @@ class _Sources:
             place = self._placed.pop((bucket.source, bucket.number), None)
             if place is not None:
                 memory, count = self._memories[bucket.source], functools.partial(self._fetcher.note, IN_PLACE)
-                return BucketInPlace(bucket, place, memory, source, name, self._helper, explain, count)
+                return BucketInPlace(bucket, place, memory, source, name, self._copiers, explain, count)
             if not taken.in_place:
                 break
             taken = self._take_again(bucket)

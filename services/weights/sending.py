@@ -12,6 +12,7 @@ from nccl_transfer.store.store import Lease
 from rlhf.errors import InvalidRequest, Refused, TransferError
 from rlhf.v1 import weights_pb2
 from services.engines.base import TrainEngine
+from services.runtime.huge_pages import blocks_of, move_to_huge_pages
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register, require
 from services.weights.packing import WeightPacker, slice_of
 
@@ -32,9 +33,11 @@ class SendingWorker(Worker):
         with self.ranks.together(call.peers_deadline):
             engine = self._sending_engine()
         if self._held_slices is None:
-            self._held_slices = [
-                slice_to_proto(slice_of(name, shard)) for name, shard in engine.weight_shards()
-            ]
+            self._held_slices, blocks = [], []
+            for name, shard in engine.weight_shards():
+                self._held_slices.append(slice_to_proto(slice_of(name, shard)))
+                blocks.append(blocks_of(shard.tensor))
+            move_to_huge_pages(blocks)
         return CallResult(fields={"slices": self._held_slices})
 
     @register("ONE_TO_ALL")

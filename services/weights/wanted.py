@@ -59,7 +59,7 @@ class WantedWeights:
         return {name: self._empty(name) for name in self.layouts}
 
     def write(self, memory: Mapping[str, Tensor], pieces: Iterable[Piece]) -> None:
-        """Copies pieces into tensors, given by name, as they arrive."""
+        """Copies pieces into tensors, given by name, as they arrive; they are there when all have arrived."""
         for slice_, values in pieces:
             self._write(memory[slice_.name], slice_, values)
 
@@ -79,6 +79,7 @@ class WantedWeights:
             if tensor is None:
                 tensor = begun[slice_.name] = self._empty(slice_.name)
             self._write(tensor, slice_, values)
+            values.wait()
             missing[slice_.name] -= slice_.box.numel
             if not missing[slice_.name]:
                 yield slice_.name, begun.pop(slice_.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from contract.weight_source import WeightSource, assembled, fetcher_by, read_all, receiver_of, whole
-from nccl_transfer.bucket_offer import BUCKETS_AHEAD
+from nccl_transfer.bucket_offer import BUCKETS_AHEAD, Offer
 from nccl_transfer.process_memory import PART_BYTES, ProcessMemory
 from nccl_transfer.refs.plans import Slice
 from nccl_transfer.refs.weight_plans import Bucket, RankWeights, WeightSlice, WeightTransfer
@@ -262,8 +263,9 @@ def test_weights_that_change_after_the_call_of_their_source_end_with_its_error(m
         sent.result(5)
     for _, shard in source.shards:
         shard.tensor.add_(1)
+    values.copy_to(torch.empty(piece.box.shape))
     with pytest.raises(CallCancelled):
-        values.copy_to(torch.empty(piece.box.shape))
+        values.wait()
 
 
 def test_memory_of_another_process_with_the_same_id_is_not_taken_for_that_of_the_source(
@@ -301,16 +303,42 @@ def test_a_receiver_that_cannot_read_in_place_gets_the_same_buckets_packed(make_
     assert source.store.stat().used_bytes == 0
 
 
+def test_a_source_learns_what_was_read_in_place_before_a_bucket_that_it_cannot_offer_until_then(
+    make_source: MakeSource, monkeypatch: pytest.MonkeyPatch
+):
+    may_be_in_place, near_waits = Offer.may_be_in_place, threading.Event()
+
+    def place_as_many_as_the_arena_holds(offer: Offer, number: int) -> bool:
+        if number == BUCKETS_AHEAD:
+            near_waits.set()
+            while may_be_in_place(offer, number):
+                time.sleep(0.01)
+        return may_be_in_place(offer, number)
+
+    monkeypatch.setattr(Offer, "may_be_in_place", place_as_many_as_the_arena_holds)
+    long = torch.arange(20_000.0)
+    source = make_source([("long", WeightShard.of_whole(long))], transports=["memfd", "grpc"])
+    moved = transfer_to([source], [receiver_of(number, [whole("long", long)]) for number in range(2)])
+    sent, _ = source.send(moved, within_s=10)
+    with ThreadPoolExecutor(2) as threads:
+        near = threads.submit(read_all, moved, 0, fetcher_by(["memfd"]))
+        assert near_waits.wait(5)
+        far = threads.submit(read_all, moved, 1, fetcher_by(["grpc"]))
+        for pieces, _ in (near.result(), far.result()):
+            assert torch.equal(assembled([whole("long", long)], pieces)["long"], long)
+    sent.result(5)
+
+
 @on_one_host
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_slices_of_rows_and_columns_arrive_whole(make_source: MakeSource, way: str, dtype: str):
-    big = torch.randn((800, 4200), generator=torch.Generator().manual_seed(1))
+    big = torch.randn((1600, 4200), generator=torch.Generator().manual_seed(1))
     source = make_source([("big", WeightShard.of_whole(big))])
-    columns = WeightSlice("big", (800, 4200), Slice((0, 100), (800, 3000)), dtype)
+    columns = WeightSlice("big", (1600, 4200), Slice((0, 100), (1600, 3000)), dtype)
     moved = transfer_to([source], [receiver_of(0, [columns])], bucket_bytes=6 << 20)
     assert columns.box.numel * 4 > 8 * PART_BYTES
     wanted = getattr(torch, dtype)
-    plain, strided = torch.zeros((800, 2900), dtype=wanted), torch.zeros((2900, 800), dtype=wanted).t()
+    plain, strided = torch.zeros((1600, 2900), dtype=wanted), torch.zeros((2900, 1600), dtype=wanted).t()
     for number, target in enumerate((plain, strided, plain.double())):
         again = replace(moved, id=f"t{number}")
         sent, _ = source.send(again)
