@@ -68,7 +68,11 @@ def config(way: str, seed: int, steps: int | None, directory: Path) -> Config:
         f"run.steps={steps or plain.run.steps}",
         "run.samples=0",
         *(f"services.{name}.address='127.0.0.1:{free_port()}'" for name in plain.services),
-        *(f"services.{name}.matmul='{MATMUL}'" for name, table in plain.services.items() if table.model),
+        *(
+            f"services.{name}.matmul='{MATMUL}'"
+            for name, table in plain.services.items()
+            if table.role != "reward"
+        ),
         *WAYS[way],
     ]
     return load(QUICKSTART, tuple(settings))
