@@ -38,6 +38,7 @@ def read(
         for piece, values in receive(transfer, receiver, fetcher, time.monotonic() + within_s):
             found = torch.empty(piece.box.shape)
             values.copy_to(found)
+            values.wait()
             assert torch.equal(found, tensor()[tuple(map(slice, piece.box.starts, piece.box.stops))])
             time.sleep(pause_s)
         assert fetcher.traffic().keys() == {"in_place" if in_place else "memfd"}
