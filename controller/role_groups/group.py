@@ -133,10 +133,8 @@ class CallingGroup:
         Raises:
             InvalidRequest: `batch` lacks a column that the method needs.
         """
-        method = self._methods[name]
-        batch = batch or FutureBatch(0, {})
-        inputs = inputs_of(self.name, method, batch)
-        step = self.session.step_of(batch.step)
+        method, batch = self._methods[name], batch or FutureBatch(0, {})
+        inputs, step = inputs_of(self.name, method, batch), self.session.step_of(batch.step)
         chunks = inputs.chunks() if is_row_wise(method) else [inputs]
         headers = self.session.headers(step, self.name, name, len(chunks))
         made = [
@@ -169,7 +167,8 @@ class CallingGroup:
             for header, rows, first in zip(headers, early, first_rows(early), strict=True)
         ]
         prepared = batch_of(self._callee, method, early, made, ())
-        inputs, method = inputs_of(self.name, self._methods[name], batch), self._methods[name]
+        method = self._methods[name]
+        inputs = inputs_of(self.name, method, batch)
         result = self._start(method, last, inputs, {**options, "prepared": True}, step)
         done = batch_of(self._callee, method, [inputs], [result], ())
         return replace(done, calls=(*done.calls, *prepared.calls))

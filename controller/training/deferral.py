@@ -103,7 +103,9 @@ def future_columns(
 
             def work_on(chunk: FutureBatch) -> FutureBatch:
                 own_args, own_options = deepcopy((args, options))
-                return _checked(on_copies(run, step.apart(), chunk, *own_args, **own_options), names, chunk.rows)
+                return _checked(
+                    on_copies(run, step.apart(), chunk, *own_args, **own_options), names, chunk.rows
+                )
 
             chunks = batch.chunks() if by_group else [batch]
             if len(chunks) < 2 or not run.config.algorithm.adds_up_by_rows:

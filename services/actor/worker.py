@@ -3,19 +3,17 @@ training engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import ConfigError, InvalidRequest, Refused
 from rlhf.v1 import actor_pb2, rollout_pb2, worker_pb2
-from services.actor.losses import policy_loss, pretraining_loss, supervised_loss, surrogate_of
+from services.actor.losses import pretraining_loss, supervised_loss
 from services.actor.parity import DRIFT, drifting_rows, rollout_parity
+from services.actor.policy_update import policy_update, update_id
 from services.actor.rollout_check import verify_rollout
 from services.compute.heads import PolicyHead, PolicyOutput
 from services.compute.microbatch import MicroBatch
@@ -24,9 +22,8 @@ from services.engines.generation_shards import GenerationWeights
 from services.engines.implementation import compute_dtype
 from services.generation.generator import ID_DTYPE, SequenceGenerator
 from services.models.families import load_causal_lm
-from services.roles.columns import jagged_column, jagged_ids, on_device, sequence_columns, token_column
+from services.roles.columns import jagged_column, jagged_ids, on_device, sequence_columns
 from services.roles.log_probs import policy_head
-from services.roles.loss_options import PolicyLossOptions, read_knobs
 from services.roles.micro_batching import per_token
 from services.roles.model_worker import ModelWorker
 from services.roles.update_loss import LossTerm
@@ -36,26 +33,8 @@ from services.runtime.worker import CallContext, CallResult, CallRows, register,
 from services.weights.resharding import Resharding
 from settings.actor import ActorTable
 
-UpdateRequest = actor_pb2.UpdateActorRequest | actor_pb2.PrepareUpdateRequest
-
 _NO_WEIGHTS = -1
 """Stands for the policy version of a rollout engine that has no weights."""
-
-
-@dataclass(frozen=True)
-class _PolicyUpdate:
-    """The loss of an update of the policy.
-
-    Attributes:
-        options: Knobs of the loss.
-        head, loss_for: As for `ModelWorker.update`.
-        columns: Columns that the loss reads, with one value per response token.
-    """
-
-    options: PolicyLossOptions
-    head: PolicyHead
-    loss_for: Callable[[int, int], LossFn[PolicyOutput]]
-    columns: Sequence[Jagged[Tensor]]
 
 
 class ActorWorker(ModelWorker):
@@ -154,7 +133,7 @@ class ActorWorker(ModelWorker):
         self, rows: CallRows, request: actor_pb2.UpdateActorRequest, call: CallContext
     ) -> CallResult:
         """Implements UpdateActor: trains the policy on the rows with the request's policy loss and schedule."""
-        update = self._policy_update(rows, request)
+        update = policy_update(rows, request, self.losses, self.torch_device)
         term = self._pretraining(rows, update.options.pretrain_coefficient, call)
         return self.update(
             rows,
@@ -164,7 +143,7 @@ class ActorWorker(ModelWorker):
             update.loss_for,
             *update.columns,
             term=term,
-            prepared_as=self._update_id(request, call) if request.prepared else None,
+            prepared_as=update_id(request, call, self.policy_version) if request.prepared else None,
         )
 
     @register("3D_PROTO")
@@ -172,7 +151,7 @@ class ActorWorker(ModelWorker):
         self, rows: CallRows, request: actor_pb2.PrepareUpdateRequest, call: CallContext
     ) -> CallResult:
         """Implements PrepareUpdate: computes the gradient of those rows that are in the first mini-batch."""
-        update = self._policy_update(rows, request)
+        update = policy_update(rows, request, self.losses, self.torch_device)
         if not update.options.adds_up_by_rows:
             raise InvalidRequest(
                 "loss: the gradient of a row depends on the lengths of all rows with aggregation token-mean, and on "
@@ -186,57 +165,8 @@ class ActorWorker(ModelWorker):
             update.loss_for,
             *update.columns,
             num_rows=request.rows,
-            of=self._update_id(request, call),
+            of=update_id(request, call, self.policy_version),
         )
-
-    def _policy_update(self, rows: CallRows, request: UpdateRequest) -> _PolicyUpdate:
-        """Returns the loss that a request asks for on its rows; raises InvalidRequest where it is wrong, or a column is
-        missing."""
-        require(request, "loss", "schedule")
-        options = read_knobs(PolicyLossOptions, request.loss, self.losses)
-        surrogate = surrogate_of(options)
-        given = [name for name in ("ref_log_probs", "rollout_log_probs") if name in rows]
-        columns = [jagged_column(rows, "log_probs"), token_column(rows, "advantages")]
-        columns += [jagged_column(rows, name) for name in given]
-        old_log_probs, advantages, *others = columns = on_device(columns, self.torch_device)
-        reference, rollout = map(
-            dict(zip(given, others, strict=True)).get, ("ref_log_probs", "rollout_log_probs")
-        )
-        if options.kl_loss_coefficient and reference is None:
-            raise InvalidRequest("loss.kl_loss_coefficient needs column 'ref_log_probs'")
-        if options.rollout_correction != "none" and rollout is None:
-            raise InvalidRequest("loss.rollout_correction needs column 'rollout_log_probs'")
-
-        def loss_for(num_tokens: int, num_rows: int) -> LossFn[PolicyOutput]:
-            def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-                return policy_loss(
-                    output.log_probs_BR,
-                    micro_batch.spread(old_log_probs),
-                    micro_batch.spread(advantages),
-                    micro_batch.response_mask_BR,
-                    surrogate,
-                    options,
-                    num_tokens=num_tokens,
-                    num_sequences=num_rows,
-                    entropy_BT=output.entropy_BR,
-                    ref_log_probs_BT=micro_batch.spread(reference) if reference is not None else None,
-                    rollout_log_probs_BT=micro_batch.spread(rollout) if rollout is not None else None,
-                )
-
-            return loss
-
-        head = policy_head(request.temperature, entropy_gradient=options.entropy_coefficient != 0)
-        return _PolicyUpdate(options, head, loss_for, columns)
-
-    def _update_id(self, request: UpdateRequest, call: CallContext) -> Hashable:
-        """Returns what tells an update from all others: session, step and ordinal, the weights that it begins with, and
-        the loss."""
-        options = (
-            message.SerializeToString(deterministic=True) for message in (request.loss, request.schedule)
-        )
-        header = call.call
-        where = header.session, header.seed, header.step, header.ordinal
-        return (*where, self.policy_version, *options, request.temperature)
 
     @register("3D_PROTO")
     def tokenize(self, rows: CallRows, request: actor_pb2.TokenizeRequest, call: CallContext) -> CallResult:

@@ -173,7 +173,6 @@ class TrainEngine(ABC):
             the same index, and number of shares.
         config, num_parameters: configuration and number of parameters of the whole model.
         step_is_atomic: whether a `step` that fails on any rank has changed no weight on any rank.
-        can_accumulate: whether the engine has `accumulate`.
         sees_outputs: whether this rank has the outputs and statistics; in a pipeline, only the last stage has.
         packs: whether the engine can compute packed micro-batches, besides padded ones.
         cached_tokens: tokens of a micro-batch beyond which time per token grows; None if it does not.
@@ -188,7 +187,6 @@ class TrainEngine(ABC):
     config: PreTrainedConfig
     num_parameters: int
     step_is_atomic: bool = True
-    can_accumulate: bool = False
     sees_outputs: bool = True
     packs: bool = False
     cached_tokens: int | None = None
@@ -248,29 +246,6 @@ class TrainEngine(ABC):
             InferenceStopped: `should_stop` returned True, here or on another rank.
         """
 
-    def accumulate(
-        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
-    ) -> None:
-        """Begins the gradient of the next `step`, or goes on with it: the step is then on the sum of `loss_fn` over
-        these micro-batches too, as if they came before its own. Changes no weight. The gradient is held until that
-        step, whether it fails or not, or until it is dropped: by `drop_gradient`, by an `accumulate` that fails, and by
-        `restore`, `load`, `start_over` and `offload`. Collective.
-
-        Default, for an engine without `can_accumulate`: raises NotImplementedError.
-
-        Args:
-            micro_batches, head, loss_fn: as in `step`, with the errors of that.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not hold gradients between calls")
-
-    @property
-    def holds_gradient(self) -> bool:
-        """Whether this rank holds a gradient that `accumulate` has begun. Default: False."""
-        return False
-
-    def drop_gradient(self) -> None:  # noqa: B027 - for engines that accumulate
-        """Drops the gradient that `accumulate` has begun, if there is one. Not collective. Default: does nothing."""
-
     @abstractmethod
     def step(
         self,
@@ -280,8 +255,7 @@ class TrainEngine(ABC):
         *,
         confirm: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Makes one AdamW step on the gradient of the sum of `loss_fn` over all micro-batches of all data ranks, and
-        over those that `accumulate` was given before.
+        """Makes one AdamW step on the gradient of the sum of `loss_fn` over all micro-batches of all data ranks.
 
         Args:
             micro_batches: micro-batches of this rank.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
+from services.engines.accumulating import AccumulatingEngine
 from services.engines.adamw import clip_gradients, make_adamw
 from services.engines.agreement import all_or_none, new_directory, takes_effect
 from services.engines.base import (
@@ -24,11 +25,9 @@ from services.engines.base import (
     OptimizerOptions,
     Snapshot,
     StepResult,
-    TrainEngine,
 )
 from services.engines.collectives import max_over_ranks
-from services.engines.deterministic import deterministic_kernels
-from services.engines.loss_accumulator import LossAccumulator, numbers
+from services.engines.loss_accumulator import numbers
 from services.engines.offload import wait_for_copies
 from services.engines.offloader import Offloader
 from services.engines.snapshots import ReusedMemory, SnapshotMemory
@@ -53,7 +52,7 @@ NUM_STEPS = "engine.num_steps"
 """Name of the scalar in a checkpoint that is the number of optimizer steps done."""
 
 
-class ShardedEngine(TrainEngine):
+class ShardedEngine(AccumulatingEngine):
     """Base class of engines on all ranks of the default process group.
 
     Args:
@@ -63,7 +62,6 @@ class ShardedEngine(TrainEngine):
         optimizer: Options of AdamW; None for a model that is not trained and has no optimizer state.
     """
 
-    can_accumulate = True
     _tied_names: Mapping[str, Sequence[str]] = MappingProxyType({})
     """Further names of each tied weight, by its first name."""
 
@@ -80,34 +78,10 @@ class ShardedEngine(TrainEngine):
         self._options = optimizer
         self._adamw = self._make_adamw(optimizer) if optimizer is not None else None
         self._num_steps = 0
-        self._sums: LossAccumulator | None = None
         self._has_first_values = True
         self._offloader = Offloader()
         self._snapshots = SnapshotMemory(device)
         self._file_memory = ReusedMemory(device)
-
-    @abstractmethod
-    def _add_gradients(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        head: Head[Output],
-        loss_fn: LossFn[Output],
-        sums: LossAccumulator,
-        *,
-        are_last: bool,
-    ) -> None:
-        """Runs forward and backward passes of micro-batches, and adds their gradients to those of earlier ones since
-        the last `_drop_gradients`. Collective.
-
-        Args:
-            micro_batches, head, loss_fn: As in `step`.
-            sums: Sums of the optimizer step, to which loss and statistics are added.
-            are_last: Whether these are the last micro-batches of the optimizer step.
-        """
-
-    @abstractmethod
-    def _store_gradients(self) -> None:
-        """Stores the accumulated gradients, summed over ranks, in `.grad` of this rank's shards. Collective."""
 
     @abstractmethod
     def _shard(self, name: str, kept: Tensor) -> WeightShard:
@@ -135,36 +109,9 @@ class ShardedEngine(TrainEngine):
         exactly one of the ranks with replicas of the shard. Default: True, for shards without replicas."""
         return True
 
-    @property
-    def _counts_loss(self) -> bool:
-        """Whether the loss of this rank's micro-batches is added to the sum over ranks, not that of another rank with
-        the same ones. Default: True."""
-        return True
-
     def _weights_changed(self) -> None:
         """Updates the engine's copies of the shards, such as those in a coarser type, after the shards have changed.
         Default: does nothing."""
-
-    @property
-    def holds_gradient(self) -> bool:
-        return self._sums is not None
-
-    def accumulate(
-        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
-    ) -> None:
-        self._check_learns()
-        self._sums = self._sums or LossAccumulator(self.device)
-        try:
-            with deterministic_kernels(self.device):
-                self._add_gradients(micro_batches, head, loss_fn, self._sums, are_last=False)
-        except BaseException:
-            self.drop_gradient()
-            raise
-
-    def drop_gradient(self) -> None:
-        if self._sums is not None:
-            self._sums = None
-            self._drop_gradients()
 
     def step(
         self,
@@ -177,8 +124,7 @@ class ShardedEngine(TrainEngine):
         self._check_learns()
         assert self._options is not None, "the engine learns"
         try:
-            with deterministic_kernels(self.device):
-                loss, stats = self._accumulate_gradients(micro_batches, head, loss_fn)
+            loss, stats = self._accumulate_gradients(micro_batches, head, loss_fn)
             grad_norm = self._clip_gradients(self._options.max_grad_norm)
             if grad_norm > (limit := self._options.reject_grad_norm):
                 where = f"at optimizer step {self._num_steps}"
@@ -196,23 +142,12 @@ class ShardedEngine(TrainEngine):
             return result
         finally:
             self._snapshots.stepped()
-            self._sums = None
-            self._drop_gradients()
+            self._end_gradient()
 
     def _check_learns(self) -> None:
         if self._adamw is None:
             raise RuntimeError("this engine has no optimizer: its model is not trained")
         self.check_onloaded()
-
-    def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
-    ) -> tuple[float, dict[str, Tensor]]:
-        """Computes the gradient of the whole mini-batch and stores it in `.grad` of this rank's shards; returns the
-        loss over all ranks and this rank's statistics. Collective."""
-        sums = self._sums or LossAccumulator(self.device)
-        self._add_gradients(micro_batches, head, loss_fn, sums, are_last=True)
-        self._store_gradients()
-        return sums.total(is_primary=self._counts_loss)
 
     def snapshot(self) -> Snapshot:
         self.check_onloaded()

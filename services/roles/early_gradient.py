@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhf.errors import CallCancelled
 from services.compute.heads import Head
+from services.engines.accumulating import AccumulatingEngine
 from services.engines.base import LossFn, Output, TrainEngine
 from services.roles.update_plan import NO_ROWS, MiniBatch
 from services.runtime.ranks import Ranks, known_to_all
@@ -21,12 +22,13 @@ class EarlyGradient:
     where it is not there, or was computed for another update, the update computes all of its rows.
 
     Args:
-        engine: Engine that holds it.
+        engine: Engine that holds it. Without one that accumulates, there is never a gradient.
         ranks: Ranks of the service.
     """
 
     def __init__(self, engine: TrainEngine, ranks: Ranks) -> None:
-        self._engine, self._ranks = engine, ranks
+        self._engine = engine if isinstance(engine, AccumulatingEngine) else None
+        self._ranks = ranks
         self._of: Hashable = None
         self._numbers = NO_ROWS
 
@@ -52,6 +54,8 @@ class EarlyGradient:
         Raises:
             CallCancelled: The call should stop on some rank.
         """
+        if self._engine is None:
+            return
         numbers = rows.numbers[mine.indices]
         goes_on = self._is_of(of) and not np.isin(numbers, self._numbers).any()
         restarting, stopping = self._ranks.total([not goes_on, call.stopping], call.peers_deadline)
@@ -90,8 +94,9 @@ class EarlyGradient:
 
     def drop(self) -> None:
         """Drops the gradient, if there is one. Not collective."""
-        self._engine.drop_gradient()
+        if self._engine is not None:
+            self._engine.drop_gradient()
         self._of, self._numbers = None, NO_ROWS
 
     def _is_of(self, of: Hashable) -> bool:
-        return of is not None and self._of == of and self._engine.holds_gradient
+        return self._engine is not None and of is not None and self._of == of and self._engine.holds_gradient

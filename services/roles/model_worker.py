@@ -8,12 +8,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
-from nccl_transfer.refs.wire import MAX_ROWS
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.compute.heads import Head
@@ -186,17 +184,10 @@ class ModelWorker(SendingWorker, LanguageWorker):
             num_rows: Number of rows of the update, over all ranks.
             of: What tells that update, its loss and the weights that it begins with from all others.
         """
-        if not self.engine.can_accumulate:
-            return CallResult()
         with self.ranks.together(call.peers_deadline):
             self.engine.check_onloaded()
-            if not 0 < num_rows <= MAX_ROWS or (rows.numbers >= num_rows).any():
-                raise InvalidRequest(
-                    f"rows: {num_rows} are fewer than the numbers of rows say, or above {MAX_ROWS}"
-                )
-            mine = plan_first(rows, schedule, call, self._micro_batcher, columns)
-            loss = loss_for(0, len(first_rows(np.arange(num_rows), schedule, call)))
-        self._early.add(of, mine, head, loss, rows, call)
+            mine, num_first = plan_first(rows, schedule, call, self._micro_batcher, columns, num_rows)
+        self._early.add(of, mine, head, loss_for(0, num_first), rows, call)
         return CallResult(verified=True)
 
     def apply(

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
+from nccl_transfer.refs.wire import MAX_ROWS
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
 from services.compute.microbatch import MicroBatch
@@ -86,12 +87,17 @@ def plan_first(
     call: CallContext,
     micro_batcher: MicroBatcher,
     columns: Sequence[Jagged[Tensor]],
-) -> MiniBatch:
-    """Plans those of this rank's rows that are in the first mini-batch of an update; arguments and errors as for
+    num_rows: int,
+) -> tuple[MiniBatch, int]:
+    """Plans those of this rank's rows that are in the first mini-batch of an update of `num_rows` rows over all ranks.
+    Returns them, and the number of rows of this mini-batch over all ranks. Other arguments and errors as for
     `plan_mini_batches`."""
+    if not 0 < num_rows <= MAX_ROWS or (rows.numbers >= num_rows).any():
+        raise InvalidRequest(f"rows: {num_rows} are fewer than the numbers of rows say, or above {MAX_ROWS}")
     mine, sequences = first_rows(rows.numbers, schedule, call), _checked_sequences(rows, columns)
     tokens = int(sequences[1].lengths[mine].sum())
-    return MiniBatch(micro_batcher.split(sequences, mine), tokens, len(mine), 0, mine)
+    planned = MiniBatch(micro_batcher.split(sequences, mine), tokens, len(mine), 0, mine)
+    return planned, len(first_rows(np.arange(num_rows), schedule, call))
 
 
 def first_rows(numbers: np.ndarray, schedule: actor_pb2.Schedule, call: CallContext) -> np.ndarray:

@@ -9,12 +9,10 @@ import importlib.util
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,20 +21,25 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from rlhf.errors import OutOfStep
-from services.compute.heads import PolicyHead, PolicyOutput
-from services.compute.jagged_rows import assemble
-from services.compute.microbatch import MicroBatch
 from services.compute.splitting import split
 from services.engines import offload
-from services.engines.base import EngineOffloaded, EngineSetup, OptimizerOptions, Snapshot, TrainEngine
+from services.engines.base import EngineOffloaded, EngineSetup, TrainEngine
 from services.engines.sharded import ShardedEngine
 from services.models.export import tensors_sha256
 from services.models.families import load_causal_lm
 from services.roles.engine_factory import make_engine
-from services.rollout.base import Generation, RolloutEngine, SamplingOptions
+from services.rollout.base import RolloutEngine
 from services.rollout.factory import make_rollout
-from services.rollout.sampling import row_seeds
 from services.storage.checkpoint import WeightShard, read_shards
+from services.testing.begun_gradients import BegunGradients
+from services.testing.engine_task import (
+    NUM_NEW_TOKENS,
+    OPTIONS,
+    Task,
+    generate,
+    log_probs,
+    same_bits,
+)
 from services.testing.single_rank import single_rank
 from services.testing.weights import SentWeights
 from settings.actor import ActorTable
@@ -50,10 +53,6 @@ LARGEST_LOG_PROB_ERROR, MEAN_LOG_PROB_ERROR = 0.4, 0.04
 STILL_HELD = 0.1
 """Largest share of its device memory that an engine may keep while it is offloaded."""
 
-TEMPERATURE = 1.3
-HEAD = PolicyHead(temperature=TEMPERATURE)
-OPTIONS = OptimizerOptions(lr=1e-3, max_grad_norm=float("inf"))
-NUM_NEW_TOKENS = 8
 TINY = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -64,95 +63,6 @@ TINY = {
     "head_dim": 8,
     "initializer_range": 0.2,
 }
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Results of plain transformers in float32, computed row by row without padding.
-
-    Attributes:
-        loss: Mean of -advantage * log-probability over all response tokens.
-        log_probs: Log-probabilities of the response tokens, row after row, [tokens], in nats.
-        gradients: Gradients of the loss, by the tensors' names in the checkpoint.
-    """
-
-    loss: float
-    log_probs: Tensor
-    gradients: dict[str, Tensor]
-
-
-class Task:
-    """Nine random rows (prompt, response, advantage of each response token) of unequal lengths, one with an empty
-    response, for the model in the Hugging Face directory `directory`, which has `vocabulary` token ids."""
-
-    def __init__(self, directory: Path, vocabulary: int) -> None:
-        self.directory = directory
-        generator = np.random.default_rng(1)
-        lengths = generator.integers(1, 24, (2, 9)).astype(np.int64)
-        lengths[1, 2] = 0
-        self.prompts, self.responses = (
-            Jagged(torch.from_numpy(generator.integers(0, vocabulary, counts.sum())), counts)
-            for counts in lengths
-        )
-        self.advantages = Jagged(
-            torch.from_numpy(generator.normal(size=lengths[1].sum())).float(), lengths[1]
-        )
-
-    @cached_property
-    def expected(self) -> Expected:
-        """Results of plain transformers for these rows; computed at the first read."""
-        model, rows = load_causal_lm(self.directory), []
-        for row in range(self.prompts.rows):
-            prompt, response = self.prompts.row(row), self.responses.row(row)
-            logits = model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1]
-            log_p = (logits[: len(response)] / TEMPERATURE).log_softmax(dim=-1)
-            rows.append(log_p.gather(1, response[:, None])[:, 0])
-        log_probs = torch.cat(rows)
-        loss = -(self.advantages.values * log_probs).mean()
-        loss.backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return Expected(float(loss.detach()), log_probs.detach(), gradients)
-
-    def micro_batches(self, engine: TrainEngine) -> list[MicroBatch]:
-        """Returns the rows as micro-batches of at most 96 tokens, packed if the engine can."""
-        return split(self.prompts, self.responses, token_budget=96, pad_id=0, packed=engine.packs)
-
-    def loss(self, output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns a micro-batch's share of the loss of `Expected.loss`, and no statistics."""
-        per_token_BR = micro_batch.spread(self.advantages) * output.log_probs_BR
-        return -per_token_BR[micro_batch.response_mask_BR].sum() / len(self.responses.values), {}
-
-    def step(self, engine: TrainEngine) -> float:
-        """Makes one optimizer step on all rows; returns the loss under the weights before the step."""
-        return engine.step(self.micro_batches(engine), HEAD, self.loss).loss
-
-    def log_probs(self, engine: TrainEngine) -> Tensor:
-        """Returns the engine's log-probabilities of the rows' response tokens, row after row, [tokens], in host
-        memory."""
-        return log_probs(engine, self.micro_batches(engine), self.responses.lengths)
-
-
-def log_probs(engine: TrainEngine, micro_batches: list[MicroBatch], lengths: np.ndarray) -> Tensor:
-    """Returns an engine's log-probabilities of response tokens, row after row, [tokens], in host memory; `lengths`
-    has the response tokens per row, [rows] int64."""
-    outputs = engine.infer(micro_batches, HEAD)
-    values = [m.collect(o.log_probs_BR.cpu()) for m, o in zip(micro_batches, outputs, strict=True)]
-    return assemble([m.rows for m in micro_batches], values, lengths).values
-
-
-def generate(rollout: RolloutEngine, engine: TrainEngine, prompts: Jagged[Tensor]) -> Generation:
-    """Loads the engine's current weights into `rollout`, and samples NUM_NEW_TOKENS tokens for each prompt."""
-    rollout.load_weights(engine.rollout_weights())
-    rows = [prompts.row(row).tolist() for row in range(prompts.rows)]
-    options = SamplingOptions(max_new_tokens=NUM_NEW_TOKENS, temperature=TEMPERATURE)
-    return rollout.generate(rows, options, row_seeds(0, 1, "generate/0", np.arange(len(rows))))
-
-
-def same_bits(a: Snapshot, b: Snapshot) -> bool:
-    """Returns whether two snapshots have the same tensors, bit for bit; their numbers of steps are not compared."""
-    return a.tensors.keys() == b.tensors.keys() and all(
-        torch.equal(x, b.tensors[name]) for name, x in a.tensors.items()
-    )
 
 
 def gradients(engine: TrainEngine, expected: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
@@ -370,7 +280,7 @@ class EngineNumbers:
         assert torch.equal(first.log_probs.values, again.log_probs.values)
 
 
-class EngineContract(EngineNumbers, SentWeights):
+class EngineContract(EngineNumbers, SentWeights, BegunGradients):
     """Tests that every training engine passes. The tests of an engine are a subclass that sets `keys`, for example to
     `{"engine": "my_package.engines:mine"}`."""
 
@@ -397,83 +307,6 @@ class EngineContract(EngineNumbers, SentWeights):
                     use()
         assert same_bits(engine.snapshot(), before)
         assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
-
-    def accumulating(self, task: Task, device: torch.device) -> tuple[TrainEngine, list[MicroBatch]]:
-        """Returns an engine as `make_engine`, and each row of the task as a micro-batch; skips the test unless the
-        engine can accumulate."""
-        engine = self.make_engine(task.directory, device)
-        if not engine.can_accumulate:
-            pytest.skip("the engine does not hold gradients between calls")
-        each = (
-            split(
-                task.prompts,
-                task.responses,
-                token_budget=96,
-                pad_id=0,
-                rows=np.array([row]),
-                packed=engine.packs,
-            )
-            for row in range(task.prompts.rows)
-        )
-        return engine, [micro_batch for row in each for micro_batch in row]
-
-    def test_a_gradient_that_was_begun_before_the_step_makes_the_same_step(
-        self, task: Task, device: torch.device
-    ):
-        engine, rows = self.accumulating(task, device)
-        before = engine.snapshot()
-
-        def loss(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            value, _ = task.loss(output, micro_batch)
-            return value, {"rows": torch.tensor(float(len(micro_batch.rows)))}
-
-        whole, learned = engine.step(rows, HEAD, loss), engine.snapshot()
-        assert whole.stats == {"rows": len(rows)}
-        for early in (1, 4, len(rows)):
-            engine.restore(before)
-            engine.accumulate(rows[:1], HEAD, loss)
-            task.log_probs(engine)
-            engine.accumulate(rows[1:early], HEAD, loss)
-            assert engine.holds_gradient
-            assert same_bits(engine.snapshot(), before)
-            assert engine.step(rows[early:], HEAD, loss) == whole
-            assert not engine.holds_gradient
-            assert same_bits(engine.snapshot(), learned)
-
-    def test_a_gradient_that_was_begun_is_dropped_with_what_it_is_of(
-        self, task: Task, device: torch.device, tmp_path: Path
-    ):
-        engine, rows = self.accumulating(task, device)
-        engine.save(tmp_path / "checkpoint")
-        before = engine.snapshot()
-        whole = engine.step(rows, HEAD, task.loss)
-
-        def fail(output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            raise ValueError("no loss")
-
-        def failing(method: Callable[..., object]) -> None:
-            with pytest.raises(ValueError, match="no loss"):
-                method(rows[:1], HEAD, fail)
-
-        def offload_and_back() -> None:
-            engine.offload()
-            engine.onload()
-
-        ways: list[Callable[[], object]] = [
-            engine.drop_gradient,
-            engine.start_over,
-            offload_and_back,
-            lambda: engine.restore(before),
-            lambda: engine.load(tmp_path / "checkpoint"),
-            lambda: failing(engine.accumulate),
-            lambda: failing(engine.step),
-        ]
-        for drops in ways:
-            engine.restore(before)
-            engine.accumulate(rows[:3], HEAD, task.loss)
-            drops()
-            assert not engine.holds_gradient
-            assert engine.step(rows, HEAD, task.loss) == whole
 
     def test_an_engine_that_starts_over_is_a_new_one_in_the_same_memory(
         self, task: Task, device: torch.device

@@ -78,14 +78,9 @@ def receive(
         for bucket in mine[:2]:
             sources.ask(bucket)
         ahead = sources.begin(mine[0]) if mine else None
-        copied: deque[PackedBucket | BucketInPlace] = deque()
-
-        def note_copied(most: int = 0) -> None:
-            while len(copied) > most:
-                sources.note_read(copied.popleft())
 
         def note_and_check() -> None:
-            note_copied()
+            sources.note_copied()
             sources.send_notes()  # the source may offer no further bucket before
             check()
 
@@ -94,11 +89,11 @@ def receive(
             reading = _wait(ahead, note_and_check)
             ahead = sources.begin(after) if after else None
             yield from reading.pieces()
-            copied.append(reading)
-            note_copied(reading.ahead)
+            sources.copied.append(reading)
+            sources.note_copied(reading.ahead)
             if third:
                 sources.ask(third)
-        note_copied()
+        sources.note_copied()
         sources.finish(check)
 
 
@@ -130,6 +125,8 @@ class _Sources:
     ) -> None:
         self._transfer, self._receiver, self._counts = transfer, receiver, counts
         self._fetcher, self._deadline = fetcher, deadline
+        self.copied: deque[PackedBucket | BucketInPlace] = deque()
+        """Buckets of which copies were begun, in order."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._copiers = ThreadPoolExecutor(COPIERS, thread_name_prefix="weights-copy")
         self._memories: dict[int, ProcessMemory] = {}
@@ -166,6 +163,11 @@ class _Sources:
         """Begins to read a bucket that was asked for; returns a future of its bytes."""
         asked = self._asked.pop((bucket.source, bucket.number), None)
         return self._thread.submit(self._read, bucket, asked)
+
+    def note_copied(self, most: int = 0) -> None:
+        """Calls `note_read` for the first of the buckets in `copied`, until at most `most` are left there."""
+        while len(self.copied) > most:
+            self.note_read(self.copied.popleft())
 
     def note_read(self, bucket: PackedBucket | BucketInPlace) -> None:
         """Verifies a bucket, and tells its source that it has been read, with the next request where that suffices;

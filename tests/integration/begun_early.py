@@ -8,11 +8,12 @@ import torch
 
 from services.compute.heads import Head, Output
 from services.compute.microbatch import MicroBatch
-from services.engines.base import LossFn, TrainEngine
+from services.engines.accumulating import AccumulatingEngine
+from services.engines.base import LossFn
 
 
 def is_step_begun_early_the_same(
-    engine: TrainEngine, micro_batches: Sequence[MicroBatch], head: Head[Output], loss: LossFn[Output]
+    engine: AccumulatingEngine, micro_batches: Sequence[MicroBatch], head: Head[Output], loss: LossFn[Output]
 ) -> bool:
     """Whether a step on micro-batches has the same bits on this rank where the gradient of the first one was computed
     before forward passes of all. Leaves the engine as it was. Collective."""

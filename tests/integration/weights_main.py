@@ -14,7 +14,7 @@ from services.engines.base import EngineSetup, OptimizerOptions
 from services.models.families import load_causal_lm
 from services.models.loading import repeated_names
 from services.roles.engine_factory import make_engine
-from services.testing.engines import Task
+from services.testing.engine_task import Task
 from services.testing.weights import covered
 from settings.actor import ActorTable
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,10 +22,12 @@ from nccl_transfer.rows import FetchedRows
 from rlhf.errors import CallCancelled, InvalidRequest, Refused
 from rlhf.v1 import actor_pb2, common_pb2, worker_pb2
 from services.actor.worker import ActorWorker
+from services.engines.base import TrainEngine
+from services.roles.early_gradient import EarlyGradient
 from services.roles.minibatch import deal
 from services.runtime.ranks import Ranks
 from services.runtime.worker import NO_ROWS, CallContext, CallRows
-from services.testing.engines import same_bits
+from services.testing.engine_task import same_bits
 from settings.actor import ActorTable
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -291,7 +294,7 @@ def test_an_engine_that_cannot_hold_gradients_computes_all_in_the_update(
     actor.restore()
     alone = actor.update()
     actor.restore()
-    monkeypatch.setattr(type(actor.worker.engine), "can_accumulate", False)
+    monkeypatch.setattr(actor.worker, "_early", EarlyGradient(Mock(TrainEngine), actor.worker.ranks))
     assert actor.computed(lambda: actor.prepare(*range(5))) == (0, None)
     assert actor.computed(lambda: actor.update(prepared=True)) == (WHOLE, alone)
 

@@ -49,6 +49,7 @@ class ToyActor(Worker):
 
     role = "actor"
     update_actor, update_supervised = nothing("update_actor"), nothing("update_supervised")
+    prepare_update = nothing("prepare_update")
     tokenize, compute_loss = nothing("tokenize"), nothing("compute_loss")
     begin_session, save_checkpoint = nothing("begin_session"), nothing("save_checkpoint")
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from nccl_transfer.refs.mesh import Mesh
 from services.compute import matmul
 from services.compute.heads import Head, dummy_head
-from services.compute.microbatch import MicroBatch, dummy_micro_batch, to_device
+from services.compute.microbatch import MicroBatch, to_device
 from services.engines.agreement import all_or_none
 from services.engines.base import EngineSetup, HeldTensor, LossFn, OptimizerOptions
 from services.engines.collectives import max_over_ranks, stop_together
@@ -109,6 +109,7 @@ class ThreeDParallelEngine(ShardedEngine):
         assert not (memory and shards_over_data), "shards over data ranks are not in generation memory"
         self.data_rank, self.data_size = self._groups.data_index, mesh.data
         self.sees_outputs, self.packs = self._groups.is_last_stage, True
+        self._counts_loss = self.sees_outputs and self._groups.tensor_index == 0
         # With sharding over data ranks each micro-batch gathers weights, so fewer micro-batches are faster.
         is_cached = device.type == "cpu" and not shards_over_data and matmul.backend() == "onednn"
         self.cached_tokens = CACHED_TOKENS if is_cached else None
@@ -152,7 +153,7 @@ class ThreeDParallelEngine(ShardedEngine):
         self.check_onloaded()
         num_stages = self._groups.mesh.pipeline
         per_round = 1 if num_stages == 1 else ROUND_PER_STAGE * num_stages
-        padded = self._pad_with_dummies(micro_batches)
+        padded = self._sharding.padded(micro_batches)
         outputs, num_done = [], 0
 
         def read(raw: Any, micro_batch: MicroBatch) -> Output | Tensor:
@@ -202,10 +203,6 @@ class ThreeDParallelEngine(ShardedEngine):
     def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         self._stage.load(weights)
 
-    @property
-    def _counts_loss(self) -> bool:
-        return self.sees_outputs and self._groups.tensor_index == 0
-
     def _add_gradients(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -228,17 +225,12 @@ class ThreeDParallelEngine(ShardedEngine):
                     return loss
             return dummy_head(raw, micro_batch) * 0
 
-        padded = to_device(self._pad_with_dummies(micro_batches), self.device)
+        padded = to_device(self._sharding.padded(micro_batches), self.device)
         with self._sharding.computing():
             run_forward_backward(self._stage, self._groups, padded, loss_head, self._hidden_template)
         with all_or_none("the loss"):
             for error in failures:
                 raise error
-
-    def _pad_with_dummies(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Returns the micro-batches, followed by dummies if all data ranks must run the same number. Collective."""
-        missing = self._sharding.padded_count(len(micro_batches)) - len(micro_batches)
-        return [*micro_batches, *(dummy_micro_batch() for _ in range(missing))]
 
     @torch.no_grad()
     def _store_gradients(self) -> None:

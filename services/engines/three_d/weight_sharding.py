@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from services.compute.heads import dummy_head
-from services.compute.microbatch import dummy_micro_batch
+from services.compute.microbatch import MicroBatch, dummy_micro_batch
 from services.engines.fully_shard import local_part, shard_modules
 from services.engines.three_d.groups import MeshGroups
 from services.engines.three_d.stage import Memory, ModelStage
@@ -52,9 +52,9 @@ class WeightSharding(ABC):
         """
 
     @abstractmethod
-    def padded_count(self, count: int) -> int:
-        """Returns how many micro-batches this rank must run, dummies included, if it has `count`: the largest `count`
-        of all data ranks if weights are gathered for each micro-batch, otherwise `count`. Collective."""
+    def padded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Returns the micro-batches of this rank, followed by dummies if weights are gathered for each micro-batch: in
+        all as many as the data rank with the most has. Collective."""
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
@@ -107,8 +107,8 @@ class Replicated(WeightSharding):
     def parts(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         return kept
 
-    def padded_count(self, count: int) -> int:
-        return count
+    def padded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        return list(micro_batches)
 
     def computing(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -181,10 +181,10 @@ class FullySharded(WeightSharding):
     def parts(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         return _Gathered(kept, partial(self._gather, dtype))
 
-    def padded_count(self, count: int) -> int:
-        most = torch.tensor(count)
+    def padded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        most = torch.tensor(len(micro_batches))
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-        return int(most)
+        return [*micro_batches, *(dummy_micro_batch() for _ in range(int(most) - len(micro_batches)))]
 
     @contextmanager
     def computing(self) -> Iterator[None]:
