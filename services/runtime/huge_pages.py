@@ -6,8 +6,10 @@ import ctypes
 import os
 from collections.abc import Iterable
 from itertools import chain
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK_BYTES = 2 << 20
 """Bytes of a huge page (x86-64, and AArch64 with pages of 4 KiB)."""
