@@ -215,7 +215,7 @@ class _Reader:
         except OSError as error:
             self._explain()
             raise TransferError(f"{self._name}: {weight} cannot be read: {error.strerror}") from error
-        if xxhash.xxh3_64_intdigest(target.data) != checksum:
+        if xxhash.xxh3_64(target.data).intdigest() != checksum:
             self._explain()
             raise TransferError(
                 f"{self._name}: the bytes of {weight} from {start} on do not match their checksum"

@@ -130,11 +130,11 @@ def _part_digests(x: Tensor) -> Iterator[int]:
     if x.is_contiguous():
         data = bytes_of(x)
         for start in range(0, x.nbytes, PART_BYTES):
-            yield xxhash.xxh3_64_intdigest(data[start : start + PART_BYTES].data)
+            yield xxhash.xxh3_64(data[start : start + PART_BYTES].data).intdigest()
         return
     runs = Runs.of_box(x.data_ptr(), x.shape, _byte_strides(x), x.element_size())
     own, part = ProcessMemory(os.getpid(), 0, b""), np.empty(PART_BYTES, np.uint8)
     for start in range(0, x.nbytes, PART_BYTES):
         nbytes = min(PART_BYTES, x.nbytes - start)
         own.read(runs, start, start + nbytes, part[:nbytes])
-        yield xxhash.xxh3_64_intdigest(part[:nbytes].data)
+        yield xxhash.xxh3_64(part[:nbytes].data).intdigest()
