@@ -111,7 +111,7 @@ class Place:
                 "samples_per_prompt": 4,
                 "chunks": timing.chunks,
             },
-            "algorithm": {"mini_batch_size": self.rows // 4, "kl_loss_coefficient": 0.0},
+            "algorithm": {"mini_batch_size": self.rows, "kl_loss_coefficient": 0.0},
             "services": {
                 name: {**table, "address": self.addresses[name]} for name, table in services.items()
             },
@@ -229,11 +229,11 @@ def show(runs: list[dict[str, Any]]) -> None:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--steps", default=9, show_default=True, type=click.IntRange(WARM_UP + 2))
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
-@click.option("--rows", default=512, show_default=True, type=click.IntRange(16))
+@click.option("--steps", default=8, show_default=True, type=click.IntRange(WARM_UP + 2))
+@click.option("--rounds", default=2, show_default=True, type=click.IntRange(1))
+@click.option("--rows", default=2048, show_default=True, type=click.IntRange(16))
 @click.option("--tokens", default=16, show_default=True, type=click.IntRange(1), help="Longest response.")
-@click.option("--chunks", default=8, show_default=True, type=click.IntRange(2))
+@click.option("--chunks", default=4, show_default=True, type=click.IntRange(2))
 @json_option
 def main(steps: int, rounds: int, rows: int, tokens: int, chunks: int, json_path: Path | None) -> None:
     """Time the steps of runs with a slow reward: one after another, overlapping, and with rows in chunks."""
