@@ -105,6 +105,7 @@ def attacks(
     return results.codes
 
 
+@pytest.mark.full
 def test_random_calls_leave_a_service_as_it_was(target: Target, tmp_path: Path) -> None:
     """Ranks keep freed memory (`keep_freed_memory`), and a connection to each rank that they have read from, so growth
     is counted after many calls. gRPC's pools add threads now and then; a leak grows in every round."""

@@ -38,7 +38,7 @@ FULL = [pytest.mark.full, pytest.mark.timeout(900)]
 LAUNCHES = [
     pytest.param((2, FSDP), id="fsdp-2"),
     pytest.param((2, ZERO), id="zero-2", marks=needs_deepspeed),
-    pytest.param((4, ON_FOUR), id="fsdp-4"),
+    pytest.param((4, ON_FOUR), id="fsdp-4", marks=FULL),
     pytest.param((4, ZERO_ON_FOUR), id="zero-4", marks=[needs_deepspeed, *FULL]),
 ]
 

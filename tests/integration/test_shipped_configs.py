@@ -27,7 +27,6 @@ EXECUTED = {
 """The algorithm with which a config is executed in this file."""
 OFTEN = {
     "deploy/quickstart/disaggregated.toml",
-    "deploy/quickstart/engines.toml",
     "deploy/quickstart/safe_rlhf.toml",
 }
 """Configs that `make test-slow` executes; `make test-full` executes all."""

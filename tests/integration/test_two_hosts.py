@@ -222,6 +222,7 @@ def test_services_on_two_hosts_give_the_numbers_of_one(
     assert set(traffic["critic"]) == {"tcp"}
 
 
+@pytest.mark.full
 def test_a_service_over_two_hosts_gives_the_numbers_of_one(
     hosts: TwoHosts, apart: Config, one_host: Outcome, tmp_path: Path
 ) -> None:

@@ -227,7 +227,7 @@ class SimulatedRanks:
 def prepared_rows(
     request: Any, values: Mapping[str, Any], state: tuple[int, int]
 ) -> dict[int, tuple[object, ...]]:
-    """What an update reads of each row, by its number, with what tells the update from others."""
+    """The values that an update reads of each row, by its number, and the id of the update."""
     call = request.call
     update = (call.step, call.ordinal, state, str(request.loss), str(request.schedule), request.temperature)
     rows = zip(*(list(row_values(values[name])) for name in sorted(values)), strict=True)
