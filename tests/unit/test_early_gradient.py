@@ -22,6 +22,7 @@ from nccl_transfer.rows import FetchedRows
 from rlhf.errors import CallCancelled, InvalidRequest, Refused
 from rlhf.v1 import actor_pb2, common_pb2, worker_pb2
 from services.actor.worker import ActorWorker
+from services.engines.accumulating import AccumulatingEngine
 from services.engines.base import TrainEngine
 from services.roles.early_gradient import EarlyGradient
 from services.roles.minibatch import deal
@@ -69,7 +70,9 @@ class Actor:
                 for name in ("log_probs", "ref_log_probs")
             },
         }
-        self.before = self.worker.engine.snapshot()
+        assert isinstance(self.worker.engine, AccumulatingEngine)
+        self.engine = self.worker.engine
+        self.before = self.engine.snapshot()
 
     def rows(self, taken: Sequence[int], verify: Sequence[Callable[[], None]] = ()) -> CallRows:
         numbers = np.asarray(taken, np.int64)
@@ -96,13 +99,13 @@ class Actor:
         return dict(self.worker.update_actor(self.rows(range(ROWS)), request, call or make_call()).metrics)
 
     def restore(self) -> None:
-        self.worker.engine.restore(self.before)
+        self.engine.restore(self.before)
         self.worker.policy_version = 0
 
     def computed(self, action: Callable[[], Any]) -> tuple[int, Any]:
         """Number of rows whose gradient the engine computes in an action, and its result."""
-        engine, seen = self.worker.engine, 0
-        add = engine._add_gradients  # type: ignore[attr-defined]
+        engine, seen = self.engine, 0
+        add = engine._add_gradients
 
         def counting(micro_batches: Any, *given: Any, **named: Any) -> None:
             nonlocal seen
@@ -138,7 +141,7 @@ def test_an_update_that_was_prepared_has_the_bits_of_one_call(engine: str, tiny_
     pytest.importorskip("deepspeed") if engine.startswith("zero") else None
     actor = Actor(tiny_llama_dir, **ENGINES[engine])
     alone = actor.computed(actor.update)
-    learned = actor.worker.engine.snapshot()
+    learned = actor.engine.snapshot()
     assert alone[0] == WHOLE
     assert actor.worker.policy_version == 1
     for chunks in ([range(4)], [range(3), range(3, 5)], [range(2), range(2, 4), range(4, 8)]):
@@ -146,21 +149,21 @@ def test_an_update_that_was_prepared_has_the_bits_of_one_call(engine: str, tiny_
         early = sum(actor.computed(lambda rows=rows: actor.prepare(*rows))[0] for rows in chunks)
         assert early == sum(row in FIRST for rows in chunks for row in rows)
         assert actor.worker.policy_version == 0
-        assert same_bits(actor.worker.engine.snapshot(), actor.before)
+        assert same_bits(actor.engine.snapshot(), actor.before)
         assert actor.computed(lambda: actor.update(prepared=True)) == (WHOLE - early, alone[1])
-        assert same_bits(actor.worker.engine.snapshot(), learned)
-        assert not actor.worker.engine.holds_gradient
+        assert same_bits(actor.engine.snapshot(), learned)
+        assert not actor.engine.holds_gradient
 
 
 def test_rows_in_between_that_compute_log_probs_change_nothing(actor: Actor) -> None:
     actor.restore()
-    alone, learned = actor.update(), actor.worker.engine.snapshot()
+    alone, learned = actor.update(), actor.engine.snapshot()
     actor.restore()
     actor.prepare(*range(5))
     request = actor_pb2.ComputeLogProbRequest(temperature=1.0)
     actor.worker.compute_log_prob(actor.rows(range(5, ROWS)), request, make_call())
     assert actor.update(prepared=True) == alone
-    assert same_bits(actor.worker.engine.snapshot(), learned)
+    assert same_bits(actor.engine.snapshot(), learned)
 
 
 def other_weights(actor: Actor) -> None:
@@ -169,7 +172,7 @@ def other_weights(actor: Actor) -> None:
 
 def another_update(actor: Actor) -> None:
     actor.update(make_call(step=2))
-    actor.worker.engine.restore(actor.before)
+    actor.engine.restore(actor.before)
     actor.worker.policy_version = 0
 
 
@@ -222,17 +225,17 @@ def test_a_gradient_of_something_else_is_not_used(case: str, actor: Actor, tmp_p
     call = others.pop("call", {})
     actor.restore()
     actor.saved = tmp_path / "saved"  # type: ignore[attr-defined]
-    actor.worker.engine.save(actor.saved, {"policy_version": 0})  # type: ignore[attr-defined]
+    actor.engine.save(actor.saved, {"policy_version": 0})  # type: ignore[attr-defined]
     expected = actor.update(make_call(**call), **{**others, "prepared": False})
-    learned = actor.worker.engine.snapshot()
+    learned = actor.engine.snapshot()
     actor.restore()
     actor.prepare(*range(5))
-    assert actor.worker.engine.holds_gradient
+    assert actor.engine.holds_gradient
     happens(actor)
     rows = others.get("schedule", SCHEDULE).epochs * ROWS
     assert actor.computed(lambda: actor.update(make_call(**call), **others)) == (rows, expected)
-    assert same_bits(actor.worker.engine.snapshot(), learned)
-    assert not actor.worker.engine.holds_gradient
+    assert same_bits(actor.engine.snapshot(), learned)
+    assert not actor.engine.holds_gradient
 
 
 def test_rows_that_the_update_has_on_other_ranks_are_computed_again(actor: Actor) -> None:
@@ -257,14 +260,14 @@ def test_rows_that_were_prepared_already_begin_anew(actor: Actor) -> None:
 
 def test_an_update_that_fails_leaves_no_gradient(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     actor.restore()
-    alone, learned = actor.update(), actor.worker.engine.snapshot()
+    alone, learned = actor.update(), actor.engine.snapshot()
     actor.restore()
     actor.prepare(*range(5))
     with pytest.raises(CallCancelled):
         actor.update(make_call(cancelled=True), prepared=True)
-    assert not actor.worker.engine.holds_gradient
+    assert not actor.engine.holds_gradient
     assert actor.update(prepared=True) == alone
-    assert same_bits(actor.worker.engine.snapshot(), learned)
+    assert same_bits(actor.engine.snapshot(), learned)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +288,7 @@ def test_requests_that_cannot_be_prepared_are_refused(other: dict[str, Any], sai
     actor.restore()
     with pytest.raises(InvalidRequest, match=said):
         actor.prepare(*range(5), **other)
-    assert not actor.worker.engine.holds_gradient
+    assert not actor.engine.holds_gradient
 
 
 def test_an_engine_that_cannot_hold_gradients_computes_all_in_the_update(
