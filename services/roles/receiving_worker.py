@@ -113,7 +113,7 @@ class ReceivingWorker(LanguageWorker):
             return CallResult()
         self._check_slices(transfer, own)
         with contextlib.closing(
-            receive(transfer, own, self.fetcher, call.deadline, check=call.check)
+            receive(transfer, own, self.fetcher, call.deadline, check=call.check_cancelled)
         ) as pieces:
             return CallResult(fields={"received_bytes": self.inbox.receive(version, pieces)})
 

@@ -148,11 +148,16 @@ class CallContext:
         """Whether the method should stop: the call was cancelled or is past its deadline."""
         return self.cancelled or self.is_late or time.monotonic() > self.deadline
 
+    def check_cancelled(self) -> None:
+        """Raises CallCancelled if the call was cancelled. For waits that end at the deadline by themselves, with an
+        error that names what is late."""
+        if self.cancelled:
+            raise CallCancelled(f"call {self.call.call_id} was cancelled")
+
     def check(self) -> None:
         """Raises CallCancelled or DeadlineExceeded if the call should stop. Methods call it between pieces of
         work."""
-        if self.cancelled:
-            raise CallCancelled(f"call {self.call.call_id} was cancelled")
+        self.check_cancelled()
         if self.stopping:
             raise DeadlineExceeded(f"call {self.call.call_id} ran past its deadline")
 

@@ -98,11 +98,6 @@ def send(
         RlhfError: A bucket could not be packed.
     """
 
-    def check() -> None:
-        # At the deadline the wait itself raises an error, which names the receivers that are late.
-        if call.cancelled:
-            call.check()
-
     def name_of(receiver: int) -> str:
         return str(transfer.receivers[receiver].endpoint)
 
@@ -112,7 +107,9 @@ def send(
 
     lease = Lease(call.call.session, call.call.step)
     call.progress(0, len(buckets))
-    with board.offer(transfer.id, lease, buckets, packer.pack, name_of, check, call.deadline) as offer:
+    with board.offer(
+        transfer.id, lease, buckets, packer.pack, name_of, call.check_cancelled, call.deadline
+    ) as offer:
         for bucket in buckets:
             call.check()
             placed = None

@@ -28,7 +28,9 @@ from rlhf.errors import (
     RlhfError,
     TransferError,
 )
+from rlhf.v1 import common_pb2
 from rlhf.v1 import transfer_pb2 as pb
+from services.runtime.worker import CallContext
 from services.storage.checkpoint import WeightShard
 from services.weights.packing import WeightPacker
 from services.weights.receive import receive
@@ -159,6 +161,16 @@ def test_a_source_that_never_sends_is_named_at_the_deadline(make_source: MakeSou
     source, moved = one_to_one(make_source)
     with pytest.raises(DeadlineExceeded, match=f"actor rank .* at {source.endpoint.address}"):
         read_all(moved, 0, fetcher_by(["memfd"]), within_s=0.5)
+
+
+def test_a_source_that_is_late_is_named_though_the_service_finds_the_deadline_first(make_source: MakeSource):
+    source, moved = one_to_one(make_source)
+    call = CallContext(common_pb2.Call(call_id="c"), time.monotonic() + 1.0)
+    late = threading.Timer(0.3, lambda: setattr(call, "is_late", True))  # as the event loop does
+    late.start()
+    with pytest.raises(DeadlineExceeded, match=f"actor rank .* at {source.endpoint.address}"):
+        list(receive(moved, 0, fetcher_by(["memfd"]), call.deadline, call.check_cancelled))
+    late.join()
 
 
 @on_one_host
