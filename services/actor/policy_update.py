@@ -91,7 +91,7 @@ def policy_update(
 
 
 def update_id(request: UpdateRequest, call: CallContext, policy_version: int) -> Hashable:
-    """Returns what tells an update from all others: session, step and ordinal, the version of the weights that it
+    """Returns the id of an update: session, step and ordinal, the version of the weights that it
     begins with, and the loss."""
     options = (message.SerializeToString(deterministic=True) for message in (request.loss, request.schedule))
     header = call.call

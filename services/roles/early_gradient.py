@@ -45,7 +45,7 @@ class EarlyGradient:
         a rank, every rank raises and holds none. Collective.
 
         Args:
-            of: What tells the update from all others: it and its loss, and the weights that it begins with.
+            of: Id of the update, by its place in the session, its loss, and the weights that it begins with.
             mine: This rank's rows of the first mini-batch.
             head, loss: Head, and loss of the mini-batch.
             rows: Rows of the call.

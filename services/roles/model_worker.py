@@ -182,7 +182,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
             loss_for: As for `update`. The loss must not depend on the number of response tokens, for which it is given
                 0.
             num_rows: Number of rows of the update, over all ranks.
-            of: What tells that update, its loss and the weights that it begins with from all others.
+            of: Id of that update, by its place in the session, its loss, and the weights that it begins with.
         """
         with self.ranks.together(call.peers_deadline):
             self.engine.check_onloaded()
