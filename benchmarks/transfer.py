@@ -29,15 +29,14 @@ import torch
 from benchmarks.processes import process
 from benchmarks.report import circumstances, json_option, write_json
 from benchmarks.transfer_batch import measure_batch
-from benchmarks.transfer_gpu import measure_cuda_ipc
+from benchmarks.transfer_gpu import measure_cuda_ipc, torch_on_gpu
 from benchmarks.transfer_host import measure_hand_off, measure_stream, run_producer
 from benchmarks.transfer_tables import MIB, show
-from nccl_transfer.devices.cupy_cuda import own_cuda
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 
 HAND_OFFS = (64 * MIB, 256 * MIB, 1024 * MIB)
 STREAMS = (64 * MIB, 256 * MIB)
-DEVICES = (64 * MIB, 256 * MIB, 1024 * MIB)
+DEVICES = (64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB)
 RANKS = (1, 4, 8)
 PARTS = ("hand-off", "stream", "batch", "cuda_ipc")
 
@@ -80,7 +79,7 @@ def main(
                 [measure_stream(producer, nbytes, rounds) for nbytes in streams],
                 [figure for n in ranks for figure in measure_batch(producer, n, rounds, with_verl)],
             )
-        taken = (*on_host, [] if no_cuda_ipc else measure_cuda_ipc(own_cuda, devices, rounds))
+        taken = (*on_host, [] if no_cuda_ipc else measure_cuda_ipc(torch_on_gpu, devices, rounds))
     except KeyboardInterrupt:
         raise click.Abort from None
     show(*taken)

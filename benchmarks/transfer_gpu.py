@@ -1,9 +1,9 @@
 """Time of a column by cuda_ipc into device memory of another process on the same GPU.
 
-Shards lie in host memory, so three things are on the way: memory for the bytes is allocated, the source stages them
-(host to device, a slot at a time), and the reader copies each slot to its place (device to device) while the source
-fills the other. Each is timed apart too. The anchor is one device-to-device copy of as many bytes: what the copies out
-of the slots compare with. The whole cannot be faster than the staging.
+A column on the GPU is read from the source's arena there, by one copy. Of a column in host memory, three things are on
+the way: memory for the bytes is allocated, the source stages them (host to device, a slot at a time), and the reader
+copies each slot to its place (device to device) while the source fills the other. Each is timed apart too. The anchor
+is one device-to-device copy of as many bytes. What comes from host memory cannot be faster than its staging.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ import numpy as np
 
 from benchmarks.processes import TIMEOUT_S, ask, in_turns, process, timed
 from nccl_transfer.devices.cuda import Cuda, DeviceBuffer
+from nccl_transfer.devices.tensors import DeviceTensors
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.plans import needed
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.sources import Sources
+from nccl_transfer.store.device_arena import DeviceArena
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.testing.serving import add_handlers
 from nccl_transfer.transports import host_id
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 from nccl_transfer.transports.gpu.cuda_ipc_source import SLOT_BYTES, SLOTS
+from nccl_transfer.transports.memfd import MemfdTransport
 from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.v1 import common_pb2
 
@@ -44,7 +47,8 @@ class DeviceTransfer:
     """Medians over rounds, in seconds, of moving a column into the reader's device memory.
 
     Attributes:
-        receive_s: `CudaIpcReader.receive`, all of it, until the GPU has done it.
+        arena_s: `CudaIpcReader.receive` of a column on the GPU, until the reader knows that the bytes are there.
+        receive_s: The read of a column in host memory, all of it, until the GPU has done it.
         staging_s: Only host to device, slot by slot, in the source.
         slots_s: Only device to device, out of two slots that the source lends, in the reader.
         allocation_s: Only the memory that the bytes go to.
@@ -53,6 +57,7 @@ class DeviceTransfer:
 
     nbytes: int
     rounds: int
+    arena_s: float
     receive_s: float
     staging_s: float
     slots_s: float
@@ -60,8 +65,13 @@ class DeviceTransfer:
     copy_s: float
 
     @property
+    def arena_of_copy(self) -> float:
+        """Rate of a read from the arena over that of the copy."""
+        return self.copy_s / self.arena_s
+
+    @property
     def of_copy(self) -> float:
-        """Rate of the whole over that of the copy."""
+        """Rate of a read from host memory over that of the copy."""
         return self.copy_s / self.receive_s
 
     @property
@@ -70,29 +80,48 @@ class DeviceTransfer:
         return self.copy_s / self.slots_s
 
 
+MakeDevice = Callable[[], tuple[Cuda, DeviceTensors]]
+
+
+def torch_on_gpu() -> tuple[Cuda, DeviceTensors]:
+    """The GPU of this process, and its tensors."""
+    import torch
+
+    from nccl_transfer.devices.cupy_cuda import own_cuda
+    from nccl_transfer.store.torch_device import TorchDevice
+
+    return own_cuda(), TorchDevice(torch.device("cuda", torch.cuda.current_device()))
+
+
 class Lender:
-    """A rank on a GPU with a column in its arena.
+    """A rank on a GPU with a column in each of its arenas.
 
     Args:
         cuda: The GPU.
+        tensors: Its tensors.
         arena_bytes: Room for the column.
         slot_bytes: Of the staging memory.
     """
 
-    def __init__(self, cuda: Cuda, arena_bytes: int, slot_bytes: int) -> None:
-        self.store = TensorStore(arena_bytes)
-        self.sources = Sources(self.store, "127.0.0.1", [CudaIpcTransport(cuda, slot_bytes)])
+    def __init__(self, cuda: Cuda, tensors: DeviceTensors, arena_bytes: int, slot_bytes: int) -> None:
+        self.store = TensorStore(arena_bytes, device=(DeviceArena(cuda, arena_bytes), tensors))
+        transports = [CudaIpcTransport(cuda, slot_bytes), MemfdTransport()]
+        self.sources = Sources(self.store, "127.0.0.1", transports)
         self._cuda = cuda
         self._slot_bytes = slot_bytes
         self._slots = DeviceBuffer(cuda, SLOTS * slot_bytes)
         self._shard, self._nbytes = 0, 0
 
-    def put(self, nbytes: int) -> bytes:
-        """Stores `expected(nbytes)`; returns the batch as a message."""
+    def put(self, nbytes: int) -> list[bytes]:
+        """Stores `expected(nbytes)` in host memory and on the GPU; returns the batches as messages."""
         self.store.release("benchmark")
-        column = self.store.put_column(expected(nbytes), "uint8", Lease("benchmark", 1))
+        lease, device = Lease("benchmark", 1), self.store.device
+        assert device is not None
+        column = self.store.put_column(expected(nbytes), "uint8", lease)
         self._shard, self._nbytes = column.runs[0].shard.id, nbytes
-        return to_proto(Batch(column.rows, {"x": column})).SerializeToString()
+        on_gpu = device.put_column(device.tensors.upload(expected(nbytes), "uint8"), lease)
+        assert not device.spilled_bytes
+        return [to_proto(Batch(each.rows, {"x": each})).SerializeToString() for each in (column, on_gpu)]
 
     def share(self) -> bytes:
         """Handle of memory of the kind that is lent to readers."""
@@ -121,11 +150,11 @@ def slots(nbytes: int, slot_bytes: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def run_lender(make_cuda: Callable[[], Cuda], slot_bytes: int, arena_bytes: int, parent: Connection) -> None:
+def run_lender(make_device: MakeDevice, slot_bytes: int, arena_bytes: int, parent: Connection) -> None:
     """Body of a process: a lender behind a gRPC server, which answers requests until the pipe closes."""
 
     async def serve() -> None:
-        lender = Lender(make_cuda(), arena_bytes, slot_bytes)
+        lender = Lender(*make_device(), arena_bytes, slot_bytes)
         server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
         add_handlers(server, lender.sources.handlers(), lender.sources.services())
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -144,26 +173,26 @@ def run_lender(make_cuda: Callable[[], Cuda], slot_bytes: int, arena_bytes: int,
 
 
 def measure_cuda_ipc(
-    make_cuda: Callable[[], Cuda], sizes: Sequence[int], rounds: int, slot_bytes: int = SLOT_BYTES
+    make_device: MakeDevice, sizes: Sequence[int], rounds: int, slot_bytes: int = SLOT_BYTES
 ) -> list[DeviceTransfer]:
     """Figures for each size, in bytes.
 
     Args:
-        make_cuda: Makes the GPU, here and in the process that lends; it is pickled.
+        make_device: Makes the GPU and its tensors, here and in the process that lends; it is pickled.
 
     Raises:
         click.ClickException: The received bytes differ from those sent.
     """
     if not sizes:
         return []
-    cuda = make_cuda()
-    with process(partial(run_lender, make_cuda, slot_bytes), max(sizes) + ARENA_ROOM_BYTES) as lender:
+    cuda, _ = make_device()
+    with process(partial(run_lender, make_device, slot_bytes), max(sizes) + ARENA_ROOM_BYTES) as lender:
         return [_measure(cuda, lender, nbytes, rounds, slot_bytes) for nbytes in sizes]
 
 
 def _measure(cuda: Cuda, lender: Connection, nbytes: int, rounds: int, slot_bytes: int) -> DeviceTransfer:
-    batch = from_proto(common_pb2.Batch.FromString(ask(lender, "put", nbytes)))
-    ((source, ranges),) = needed(batch).items()
+    batches = [from_proto(common_pb2.Batch.FromString(each)) for each in ask(lender, "put", nbytes)]
+    ((source, ranges),), ((_, on_gpu),) = (needed(batch).items() for batch in batches)
     transport = CudaIpcTransport(cuda).reader()
     source_buffer, target = DeviceBuffer(cuda, nbytes), DeviceBuffer(cuda, nbytes)
     lent = cuda.open(ask(lender, "share"))
@@ -178,6 +207,9 @@ def _measure(cuda: Cuda, lender: Connection, nbytes: int, rounds: int, slot_byte
 
         client.read(source, ranges, copy_piece, time.monotonic() + TIMEOUT_S)
         return buffer
+
+    def from_arena() -> None:
+        transport.receive(source, on_gpu, target, [0], time.monotonic() + TIMEOUT_S)
 
     def receive() -> float:
         started = time.perf_counter()
@@ -205,8 +237,11 @@ def _measure(cuda: Cuda, lender: Connection, nbytes: int, rounds: int, slot_byte
 
     try:
         _check(cuda, staged(), nbytes)
+        from_arena()
+        _check(cuda, target, nbytes)
         seconds = in_turns(
             {
+                "arena_s": timed(from_arena),
                 "receive_s": receive,
                 "staging_s": lambda: ask(lender, "stage"),
                 "slots_s": timed(copy_slots),

@@ -24,7 +24,10 @@ GRPC_DEADLINE = "Deadline Exceeded"
 """gRPC's own message of a call whose deadline has passed on this side."""
 
 LONGEST_PAUSE_S = 1e-3
-"""Longest pause between two polls of a wait, in seconds; the first pauses are shorter."""
+"""Longest pause between two polls of a wait, in seconds."""
+
+PAUSE_OF_WAIT = 1 / 8
+"""Pause between two polls as a share of the wait so far: a wait ends later by this share of itself at most."""
 
 
 def liveness_channel(address: str) -> grpc.Channel:
@@ -72,7 +75,7 @@ class LivenessStream:
             Refused: The transport of this process was closed.
             RlhfError: The source ended the stream with this error.
         """
-        pause = LONGEST_PAUSE_S / 64
+        started = time.monotonic()
         while True:
             if self._closed.is_set():
                 raise Refused(f"{where}: {CLOSED}")
@@ -80,10 +83,10 @@ class LivenessStream:
                 return
             if self._ended.is_set() and not done():
                 raise self._why_ended(where)
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise DeadlineExceeded(f"{where}: {NO_ANSWER}")
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            time.sleep(min(PAUSE_OF_WAIT * (now - started), LONGEST_PAUSE_S))
 
     def end_cause(self, where: str, within_s: float) -> RlhfError | None:
         """Blocks for up to `within_s` seconds until the stream has ended; returns the error of its end, ServiceLost if
