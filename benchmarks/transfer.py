@@ -36,7 +36,7 @@ from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 
 HAND_OFFS = (64 * MIB, 256 * MIB, 1024 * MIB)
 STREAMS = (64 * MIB, 256 * MIB)
-DEVICES = (64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB)
+DEVICES = (64 * MIB, 256 * MIB, 1024 * MIB)
 RANKS = (1, 4, 8)
 PARTS = ("hand-off", "stream", "batch", "cuda_ipc")
 

@@ -6,7 +6,6 @@ whose keys are then gathered once for each of them.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +17,6 @@ from torch.nn.attention.varlen import varlen_attn
 
 _LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8
 """Head dimensions that the kernel takes: at most, and a multiple of."""
-_SHARED_KEYS: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
-"""Arguments of `varlen_attn` for keys that several queries share. torch before 2.12 needs none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +110,7 @@ def attend_spans(
         spans.most_keys,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        **(_SHARED_KEYS if len(query) != len(key) else {}),
+        enable_gqa=len(query) != len(key),
     )
     fix_order_of_gradient(attended)
     return attended

@@ -21,11 +21,15 @@ def deterministic_kernels(device: torch.device) -> Iterator[None]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = deterministic  # the module's class defines the property, which type checkers do not see
     fills = settings.fill_uninitialized_memory
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling costs one more write of every tensor, and no kernel here reads memory it has not written.
     settings.fill_uninitialized_memory = False
+    # cuDNN's attention, which torch prefers on Hopper, adds its gradient up in no fixed order.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         settings.fill_uninitialized_memory = fills
         torch.use_deterministic_algorithms(before, warn_only=warn_only)

@@ -79,7 +79,9 @@ class Task:
 
     def loss(self, output: PolicyOutput, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns a micro-batch's share of the loss of `Expected.loss`, and no statistics."""
-        per_token_BR = micro_batch.spread(self.advantages) * output.log_probs_BR
+        device = output.log_probs_BR.device
+        advantages = Jagged(self.advantages.values.to(device), self.advantages.lengths)
+        per_token_BR = micro_batch.spread(advantages) * output.log_probs_BR
         return -per_token_BR[micro_batch.response_mask_BR].sum() / len(self.responses.values), {}
 
     def step(self, engine: TrainEngine) -> float:
