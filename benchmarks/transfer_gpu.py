@@ -20,9 +20,11 @@ from multiprocessing.connection import Connection
 import click
 import grpc.aio
 import numpy as np
+import torch
 
 from benchmarks.processes import TIMEOUT_S, ask, in_turns, process, timed
 from nccl_transfer.devices.cuda import Cuda, DeviceBuffer
+from nccl_transfer.devices.cupy_cuda import own_cuda
 from nccl_transfer.devices.tensors import DeviceTensors
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.plans import needed
@@ -31,6 +33,7 @@ from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.sources import Sources
 from nccl_transfer.store.device_arena import DeviceArena
 from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.store.torch_device import TorchDevice
 from nccl_transfer.testing.serving import add_handlers
 from nccl_transfer.transports import host_id
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
@@ -69,27 +72,12 @@ class DeviceTransfer:
         """Rate of a read from the arena over that of the copy."""
         return self.copy_s / self.arena_s
 
-    @property
-    def of_copy(self) -> float:
-        """Rate of a read from host memory over that of the copy."""
-        return self.copy_s / self.receive_s
-
-    @property
-    def slots_of_copy(self) -> float:
-        """Rate of the copies out of the slots over that of the one copy."""
-        return self.copy_s / self.slots_s
-
 
 MakeDevice = Callable[[], tuple[Cuda, DeviceTensors]]
 
 
 def torch_on_gpu() -> tuple[Cuda, DeviceTensors]:
     """The GPU of this process, and its tensors."""
-    import torch
-
-    from nccl_transfer.devices.cupy_cuda import own_cuda
-    from nccl_transfer.store.torch_device import TorchDevice
-
     return own_cuda(), TorchDevice(torch.device("cuda", torch.cuda.current_device()))
 
 

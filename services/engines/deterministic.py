@@ -25,7 +25,7 @@ def deterministic_kernels(device: torch.device) -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling costs one more write of every tensor, and no kernel here reads memory it has not written.
     settings.fill_uninitialized_memory = False
-    # cuDNN's attention, which torch prefers on Hopper, adds its gradient up in no fixed order.
+    # cuDNN's attention, which torch may choose where it only warns, adds its gradient up in no fixed order.
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield

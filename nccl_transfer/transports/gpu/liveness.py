@@ -27,7 +27,7 @@ LONGEST_PAUSE_S = 1e-3
 """Longest pause between two polls of a wait, in seconds."""
 
 PAUSE_OF_WAIT = 1 / 8
-"""Pause between two polls as a share of the wait so far: a wait ends later by this share of itself at most."""
+"""Pause between two polls, as a share of the wait so far. Sleeps of the system may be longer."""
 
 
 def liveness_channel(address: str) -> grpc.Channel:
