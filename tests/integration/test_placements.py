@@ -31,26 +31,28 @@ BYTES = "transfer/"
 @pytest.fixture(scope="module")
 def placed(config: Config, task: Task, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Config]:
     """The config of services of all roles that are up, with a rollout service of the actor's mesh."""
+    # With matmul = "auto" each service measures for itself, and two of the same role may differ.
+    model = {"model": task.model, "matmul": "mkl"}
     learner = {
-        "model": task.model,
+        **model,
         "optimizer": {"learning_rate": 3e-4},
         "output_roots": [tmp_path_factory.getbasetemp()],
     }
     tables: dict[str, dict[str, Any]] = {
         "actor": {"role": "actor", "ranks": 2, **learner},
-        "rollout": {"role": "rollout", "ranks": 2, "model": task.model},
+        "rollout": {"role": "rollout", "ranks": 2, **model},
         "critic": {"role": "critic", **learner},
-        "values": {"role": "values", "model": task.model},
+        "values": {"role": "values", **model},
         "cost_values": {
             "role": "values",
             "weights_of": "cost_critic",
-            "model": task.model,
+            **model,
             "ranks": 2,
             "engine": "3d",
             "mesh": "1-2-1",
         },
         "cost_critic": {"role": "critic", **learner},
-        "reference": {"role": "reference", "model": task.model},
+        "reference": {"role": "reference", **model},
         "reward": {"role": "reward", "function": "toy_rewards:digit_mean"},
         "cost": {"role": "reward", "function": "toy_rewards:digit_mean"},
     }

@@ -46,8 +46,8 @@ def test_an_error_that_says_all_there_is_to_say_points_nowhere() -> None:
 
 LAUNCHER = """\
 #!/bin/sh
-echo ready
 echo 'error: service critic: was killed by SIGKILL' >&2
+echo ready
 exec sleep 60
 """
 
