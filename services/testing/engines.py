@@ -98,13 +98,21 @@ def take_off(engine: TrainEngine) -> int:
 
 
 def memory_meter(engine: TrainEngine) -> Callable[[], int]:
-    """Returns a function that returns the bytes in use now: those allocated on the engine's GPU or, on a CPU, those
-    of the tensors that `offload` moves (0 unless the engine is a ShardedEngine)."""
+    """Returns a function that returns the bytes in use now: those of tensors on the engine's GPU or, on a CPU, of the
+    tensors that `offload` moves (0 unless the engine is a ShardedEngine)."""
     if engine.device.type == "cuda":
-        return lambda: torch.cuda.memory_allocated(engine.device)
+        return lambda: tensor_bytes(engine.device)
     tensors = engine._resident() if isinstance(engine, ShardedEngine) else []
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
     return lambda: sum(storage.nbytes() for storage in storages.values())
+
+
+def tensor_bytes(device: torch.device) -> int:
+    """Returns the bytes that tensors have asked for on a GPU; 0 for a CPU. The allocator may hand out up to 1 MiB more
+    for each, which depends on the blocks that are free."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_stats(device).get("requested_bytes.all.current", 0)  # {} before the first tensor
 
 
 @contextmanager
@@ -241,7 +249,7 @@ class EngineNumbers:
         self, task: Task, device: torch.device
     ):
         gc.collect()
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        before = tensor_bytes(device)
         engine = self.engine_that_offloads(task, device)
         task.step(engine)
         state, in_use = engine.snapshot(), memory_meter(engine)

@@ -158,6 +158,8 @@ def idle_parts(use: ModelUse, stage: int) -> dict[str, int]:
         if use.zero_stage == 3:
             parts["gradient buffer"] = kept * on_device
             parts["reduction bucket"] = zero_bucket(use)
+        elif use.offload_optimizer:
+            parts["gradient buffer"] = _largest_gradient(use)
     elif use.engine == "3d" and use.learns and use.itemsize < FLOAT32 and not use.shards_over_data:
         parts["weights that compute"] = kept * use.itemsize
     parts["moments"] = 2 * trained * on_device
@@ -201,10 +203,16 @@ def _copy_bytes(use: ModelUse) -> int:
 
 
 def _offloaded(use: ModelUse) -> dict[str, int]:
-    """Returns the bytes of optimizer state in host memory: master weights, gradients and moments."""
+    """Returns the bytes of optimizer state in host memory: master weights, gradients and moments, and at stages 1 and 2
+    the buffer that gradients pass through on their way there."""
     if not (use.offload_optimizer and use.learns):
         return {}
-    return {"offloaded optimizer": 4 * FLOAT32 * kept_numel(use, 0)}
+    parts = {"offloaded optimizer": 4 * FLOAT32 * kept_numel(use, 0)}
+    return parts if use.zero_stage == 3 else parts | {"host gradient buffer": _largest_gradient(use)}
+
+
+def _largest_gradient(use: ModelUse) -> int:
+    return FLOAT32 * max(weight.numel for _, weight in stage_weights(use, 0))
 
 
 def _while_loading(use: ModelUse, stage: int) -> int:

@@ -18,6 +18,9 @@ from services.engines.fsdp.engine import FSDPEngine
 from services.engines.implementation import implementation_of
 from services.models.families import load_causal_lm, load_value_model
 from settings.engines import training_engine
+from settings.memory.predict import idle_parts
+from settings.memory.shape import read_model_shape
+from settings.memory.use import ModelUse
 
 pytest.importorskip("services.engines.zero.engine")
 from services.engines.zero.engine import ZeROEngine
@@ -144,6 +147,22 @@ def test_the_number_of_parameters_is_that_of_the_whole_model(tiny_tied_llama_dir
 def test_offloading_on_cpu_moves_nothing_and_says_so(tiny_llama_dir: Path):
     engine = make_engine(tiny_llama_dir, 3)
     assert (engine.offload(), engine.onload()) == (0, 0)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_deepspeeds_buffer_for_gradients_leaves_the_device_with_the_weights(tiny_llama_dir: Path, stage: int):
+    engine, other = (make_engine(tiny_llama_dir, stage, offloads=True) for _ in range(2))
+    buffer = engine._learning.zero.temp_grad_buffer_for_gpu_offload
+    nbytes = buffer.untyped_storage().nbytes()
+    use = ModelUse(
+        read_model_shape(tiny_llama_dir), "zero", (1, 1, 1), zero_stage=stage, offload_optimizer=True
+    )
+    assert idle_parts(use, 0)["gradient buffer"] == nbytes
+    moved = engine._leave_device()
+    assert buffer.untyped_storage().nbytes() == 0
+    assert engine.onload() == moved
+    assert buffer.untyped_storage().nbytes() == nbytes
+    assert engine.step(micro_batches(), HEAD, loss) == other.step(micro_batches(), HEAD, loss)
 
 
 def test_an_install_without_deepspeed_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -3,17 +3,24 @@ cupy."""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.metadata
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nccl_transfer.devices.cuda import Event
 from nccl_transfer.devices.cupy_cuda import INSTALL_HINT, CupyCuda, CupyEvent, cupy, own_cuda, why_no_cuda
 
 UNIQUE_ID_BYTES = 128
+
+NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+"""Packages of NCCL on which torch depends, one of which may be installed; both have the library at the same path."""
+LIBRARY = "nvidia/nccl/lib/libnccl.so.2"
 
 READER, SOURCE = 0, 1
 """Ranks of the reader and the source in their communicator, which has size 2."""
@@ -115,16 +122,35 @@ def version_text(version: int) -> str:
 def why_no_nccl() -> str | None:
     """Returns the reason why this process cannot use NCCL, or None if it can."""
     reason = why_no_cuda()
-    if reason is None and not cupy("cuda.nccl").available:
+    if reason is None and not cupy_nccl().available:
         reason = f"cupy finds no libnccl: {INSTALL_HINT}"
     return reason
+
+
+def cupy_nccl() -> Any:
+    """Imports `cupy.cuda.nccl` with the NCCL that torch uses, and returns it. Versions have to be the same on both
+    sides of a communicator, so a rank without torch, such as one of a reward service, has to load that NCCL too; cupy
+    alone may find one of the system.
+
+    Raises:
+        ImportError: cupy is not installed.
+    """
+    for name in NCCL_WHEELS:
+        try:
+            path = Path(str(importlib.metadata.distribution(name).locate_file(LIBRARY)))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if path.exists():
+            ctypes.CDLL(str(path))  # from now on, libraries that need libnccl.so.2 get this one
+            break
+    return cupy("cuda.nccl")
 
 
 class CupyNccl(Nccl):
     """NCCL through `cupy.cuda.nccl`."""
 
     def __init__(self, cuda: CupyCuda) -> None:
-        self._nccl = cupy("cuda.nccl")
+        self._nccl = cupy_nccl()
         self._cuda = cuda
         self.version = int(self._nccl.get_version())
 

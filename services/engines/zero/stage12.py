@@ -58,7 +58,8 @@ class Stage12Partitions(TrainedPartitions):
         self.kept = self.cut(self.parameter.detach())
 
     def resident(self) -> Iterable[Tensor]:
-        return self.zero.bit16_groups_flat
+        buffers = [self.zero.temp_grad_buffer_for_gpu_offload] if self.offloads else []
+        return [*self.zero.bit16_groups_flat, *buffers]
 
     def _reduce(self, is_last: bool) -> None:
         if self._is_stage_2:
