@@ -19,6 +19,7 @@ import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -66,6 +67,7 @@ class Moved:
     """Seconds of transfers of one model, by round, and of a memcpy of as many bytes in the same rounds.
 
     Attributes:
+        checksums: Whether the receiver verifies checksums of weights in place.
         nbytes: Bytes that the receiver reads.
         dtype: Element type in which the receiver wants the weights, which the source has in float32.
         transport: Name of the transport.
@@ -73,6 +75,7 @@ class Moved:
         plan_s: Seconds of one plan, which each side computes.
     """
 
+    checksums: bool
     nbytes: int
     dtype: str
     transport: str
@@ -108,12 +111,18 @@ def build_model(directory: Path, mib: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(directory)
 
 
-def run_source(arguments: tuple[Path, str, int], parent: Connection) -> None:
+def run_source(arguments: tuple[Path, str, int, bool], parent: Connection) -> None:
     """Body of the service's process: serves until the other end of the pipe closes."""
-    model, address, arena_mb = arguments
+    model, address, arena_mb, checksums = arguments
     use_huge_pages()  # as ranks do
     table = ReferenceTable(
-        role="reference", address=address, model=model, dtype="float32", arena_mb=arena_mb, matmul="mkl"
+        role="reference",
+        address=address,
+        model=model,
+        dtype="float32",
+        arena_mb=arena_mb,
+        checksums=checksums,
+        matmul="mkl",
     )
 
     def end_with_parent() -> None:
@@ -194,12 +203,16 @@ def run_receiver(address: str, parent: Connection) -> None:
             parent.send(getattr(receiver, method)(*arguments))
 
 
-def measure(receiver: Connection, dtype: str, transport: str, bucket_bytes: int, rounds: int) -> Moved:
+def measure(
+    receiver: Connection, checksums: bool, dtype: str, transport: str, bucket_bytes: int, rounds: int
+) -> Moved:
     nbytes, plan_s = ask(receiver, "prepare", dtype, transport, bucket_bytes)
     ways = {"transfer": lambda: ask(receiver, "transfer"), "memcpy": lambda: ask(receiver, "memcpy")}
     seconds = in_turns(ways, rounds)
     ask(receiver, "close")
-    return Moved(nbytes, dtype, transport, bucket_bytes, seconds["transfer"], seconds["memcpy"], plan_s)
+    return Moved(
+        checksums, nbytes, dtype, transport, bucket_bytes, seconds["transfer"], seconds["memcpy"], plan_s
+    )
 
 
 def table_of(figures: list[Moved]) -> Table:
@@ -208,6 +221,7 @@ def table_of(figures: list[Moved]) -> Table:
         "weights",
         "wanted as",
         "transport",
+        "checksums",
         "bucket",
         "plan",
         "transfer",
@@ -222,6 +236,7 @@ def table_of(figures: list[Moved]) -> Table:
             f"{each.nbytes / MIB:.0f} MiB",
             each.dtype,
             each.transport,
+            "verified" if each.checksums else "-",
             f"{each.bucket_bytes / MIB:g} MiB",
             f"{each.plan_s * 1e3:.1f} ms",
             f"{transfer_s * 1e3:.0f} ms",
@@ -245,6 +260,13 @@ def table_of(figures: list[Moved]) -> Table:
     default=("float32", "bfloat16"),
 )
 @click.option("--transport", "transports", multiple=True, default=("memfd",), show_default=True)
+@click.option(
+    "--checksums",
+    default="both",
+    show_default=True,
+    type=click.Choice(["both", "no", "yes"]),
+    help="Whether the source adds checksums to weights in place.",
+)
 @click.option("--rounds", default=10, show_default=True, type=click.IntRange(1), help="Of each.")
 @json_option
 def main(
@@ -252,24 +274,26 @@ def main(
     buckets: tuple[int, ...],
     dtypes: tuple[str, ...],
     transports: tuple[str, ...],
+    checksums: str,
     rounds: int,
     json_path: Path | None,
 ) -> None:
     """Time transfers of weights, each beside a memcpy."""
     before = circumstances()
-    address = f"127.0.0.1:{free_port()}"
     figures: list[Moved] = []
     with tempfile.TemporaryDirectory() as name:
         build_model(Path(name), mib)
         arena_mb = 2 * max(buckets) + 16
-        with process(run_source, (Path(name), address, arena_mb)) as source:
-            receive_from(source)
-            with process(run_receiver, address) as receiver:
-                receive_from(receiver)
-                for transport in transports:
-                    for dtype in dtypes:
-                        for bucket in buckets:
-                            figures.append(measure(receiver, dtype, transport, bucket * MIB, rounds))
+        for verified in {"both": (False, True), "no": (False,), "yes": (True,)}[checksums]:
+            address = f"127.0.0.1:{free_port()}"
+            with process(run_source, (Path(name), address, arena_mb, verified)) as source:
+                receive_from(source)
+                with process(run_receiver, address) as receiver:
+                    receive_from(receiver)
+                    figures += [
+                        measure(receiver, verified, dtype, transport, bucket * MIB, rounds)
+                        for transport, dtype, bucket in product(transports, dtypes, buckets)
+                    ]
     console().print(f"CPU: {before['cpu']}, {before['cores']} cores")
     console().print(table_of(figures))
     console().print(
@@ -277,7 +301,7 @@ def main(
         + ", ".join(
             f"{each.of_memcpy:.2f}"
             for each in figures
-            if (each.dtype, each.transport) == ("float32", "memfd")
+            if (each.dtype, each.transport, each.checksums) == ("float32", "memfd", False)
         )
     )
     write_json(

@@ -38,6 +38,11 @@ class BucketBoard:
         self._waiters: dict[str, int] = {}
         self._lock = threading.Lock()
 
+    @property
+    def checksums(self) -> bool:
+        """Whether buckets in place are offered with checksums (config key `checksums`)."""
+        return self._store.checksums
+
     @contextlib.contextmanager
     def offer(
         self,

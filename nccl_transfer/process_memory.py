@@ -17,7 +17,7 @@ from rlhf.v1 import transfer_pb2 as pb
 IOV_MAX = 1024
 """Most runs of bytes that one system call reads."""
 NONCE_BYTES = 16
-PART_BYTES = 2 << 20
+PART_BYTES = 1 << 20
 """Bytes of a part, which is copied and verified at a time, so that it stays in the processor's cache meanwhile."""
 
 

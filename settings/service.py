@@ -52,8 +52,9 @@ class ServiceTable(Strict):
     step ends, and other ranks read it from there. Rows that do not fit go to the host. 0: rows go to the host. A rank
     without a GPU has none."""
     checksums: bool = False
-    """Adds xxh3 checksums to the references to this service's rows, which readers verify, over any transport. Costs
-    one pass over the bytes on each side. Rows with checksums are kept in host memory, also where there is a GPU."""
+    """Adds xxh3 checksums to the references to this service's rows, which readers verify, over any transport, and to
+    weights that it sends in place (docs/weights.md). Costs one pass over the bytes on each side. Rows with checksums
+    are kept in host memory, also where there is a GPU."""
     transports: tuple[str, ...] = ()
     """Names of the transports that this service reads rows of other ranks with, in order of preference; one of another
     package may be given as `module:object`. Empty: all that are available."""

@@ -70,7 +70,7 @@ class TensorStore(ColumnStore):
     ) -> None:
         self.endpoint: Endpoint | None = None
         self.device = DeviceShards(*device, self) if device is not None else None
-        self._checksums = checksums
+        self.checksums = checksums
         self._arena = Arena(arena_bytes)
         self._free = FreeList(self._arena.nbytes)
         self._allocations: dict[int, _Allocation] = {}
@@ -97,7 +97,7 @@ class TensorStore(ColumnStore):
         memory, shard = self._memory(allocation.shard), allocation.shard
         try:
             checksums = write(memory)
-            if checksums is None and self._checksums:
+            if checksums is None and self.checksums:
                 checksums = digests(memory)
             shard = replace(shard, checksums=tuple(checksums or ()))
         except BaseException:

@@ -1,11 +1,14 @@
 """Copies slices of weights from the memory of the rank that holds them, another process of this host, to their places
-here: one copy, whose parts are verified while they are in the processor's cache."""
+here: one copy. Where the source offers checksums, parts are verified while they are in the processor's cache."""
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +27,30 @@ from services.weights.copying import Incoming, bytes_of, copy_values
 
 COPIERS = 2
 """Threads that copy: one core alone is slower than the memory."""
+COPIED_BYTES = 16 << 20
+"""Bytes that are copied at a time where they are neither verified nor cast."""
+
+
+class Copiers:
+    """The COPIERS threads that copy the slices of a transfer. Each has memory for the part that it casts."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(COPIERS, thread_name_prefix="weights-copy")
+        self._own = threading.local()
+
+    def submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Calls a function on one of the threads; returns the future of its end."""
+        return self._threads.submit(function, *arguments)
+
+    def part(self) -> Tensor:
+        """Returns the memory of the calling thread, [PART_BYTES] uint8."""
+        if not hasattr(self._own, "part"):
+            self._own.part = torch.empty(PART_BYTES, dtype=torch.uint8)
+        return self._own.part
+
+    def close(self) -> None:
+        """Ends the threads: calls that have begun are waited for, others are cancelled."""
+        self._threads.shutdown(cancel_futures=True)
 
 
 class BucketInPlace:
@@ -35,7 +62,7 @@ class BucketInPlace:
         memory: The source's memory.
         source: The rank that holds it.
         name: Name of the bucket, for messages.
-        copiers: The COPIERS threads that copy.
+        copiers: The threads that copy.
         explain: Called where bytes cannot be read or do not match. Raises the error by which the source's call has
             ended, if it has.
         count: Called with the traffic of the bucket, once it was copied.
@@ -57,25 +84,26 @@ class BucketInPlace:
         memory: ProcessMemory,
         source: Endpoint,
         name: str,
-        copiers: Executor,
+        copiers: Copiers,
         explain: Callable[[], None],
         count: Callable[[Traffic], None],
     ) -> None:
         self.bucket, self._count = bucket, count
         self._values: list[tuple[WeightSlice, ValuesInPlace]] = []
         reader = _Reader(memory, f"{source}: {name}", source, explain)
-        checksums = list(place.checksums)
+        digests = list(place.checksums)
         for piece, box in zip(bucket.pieces, place.slices, strict=False):
             dtype, shape = DTYPES.get(box.dtype, ""), piece.slice.box.shape
             if dtype not in ITEM_BYTES or len(box.strides) != len(shape):
                 raise TransferError(f"{source}: {name}: the place of {piece.slice.name} is none of its shape")
             runs = Runs.of_box(box.address, shape, box.strides, ITEM_BYTES[dtype])
-            own, checksums = checksums[: num_parts(runs.nbytes)], checksums[num_parts(runs.nbytes) :]
-            if len(own) != num_parts(runs.nbytes):
+            parts = num_parts(runs.nbytes) if place.checksums else 0
+            own, digests = digests[:parts], digests[parts:]
+            if len(own) != parts:
                 raise TransferError(f"{source}: {name}: checksums of {piece.slice.name} are missing")
             values = ValuesInPlace(reader, copiers, piece.slice, runs, getattr(torch, dtype), own)
             self._values.append((piece.slice, values))
-        if len(self._values) != len(bucket.pieces) or checksums:
+        if len(self._values) != len(bucket.pieces) or digests:
             raise TransferError(f"{source}: {name} came with other slices than planned")
 
     def pieces(self) -> Iterator[tuple[WeightSlice, Incoming]]:
@@ -83,7 +111,8 @@ class BucketInPlace:
         yield from self._values
 
     def verify(self) -> None:
-        """Waits until all that is copied is at its place, and verified. Raises as `ValuesInPlace.wait`."""
+        """Waits until all that is copied is at its place, and matches the checksums that were offered. Raises as
+        `ValuesInPlace.wait`."""
         for _, values in self._values:
             values.wait()
         copied = [values for _, values in self._values]
@@ -101,7 +130,7 @@ class ValuesInPlace(Incoming):
         slice_: The slice.
         runs: Where it lies.
         dtype: Element type in which it lies there.
-        checksums: Of its parts.
+        checksums: Of its parts; empty where the source offers none.
 
     Attributes:
         copied_bytes: Bytes that are copied from there.
@@ -111,7 +140,7 @@ class ValuesInPlace(Incoming):
     def __init__(
         self,
         reader: _Reader,
-        copiers: Executor,
+        copiers: Copiers,
         slice_: WeightSlice,
         runs: Runs,
         dtype: torch.dtype,
@@ -124,9 +153,9 @@ class ValuesInPlace(Incoming):
 
     @torch.no_grad()
     def copy_to(self, target: Tensor) -> None:
-        """Begins to copy the values, part by part: each is verified while it is in the cache. A target in other memory,
-        or of another layout or element type than wanted, gets them all by way of memory of this process, after they
-        were verified.
+        """Begins to copy the values, part by part: where there are checksums, each is verified while it is in the
+        cache. A target in other memory, or of another layout or element type than wanted, gets them all by way of
+        memory of this process, after they were verified.
 
         Raises:
             TransferError, ServiceLost, RlhfError: As for `wait`.
@@ -134,10 +163,10 @@ class ValuesInPlace(Incoming):
         self.copied_bytes += self._runs.nbytes
         wanted = getattr(torch, self._slice.dtype)
         if target.device.type == "cpu" and target.dtype == wanted and target.is_contiguous():
-            self._begin(target.detach().view(-1))
+            self._begin(target)
             return
         whole = torch.empty(self._slice.box.shape, dtype=wanted)
-        self._begin(whole.view(-1))
+        self._begin(whole)
         self.wait()
         copy_values(target, whole)
 
@@ -145,7 +174,7 @@ class ValuesInPlace(Incoming):
         """Waits until the values are at their place.
 
         Raises:
-            TransferError, ServiceLost: The values cannot be read, or are not those that were sent; the target may have
+            TransferError, ServiceLost: The values cannot be read, or do not match their checksums; the target may have
                 wrong ones.
             RlhfError: The source's call has ended, with this error.
         """
@@ -153,28 +182,31 @@ class ValuesInPlace(Incoming):
             copy.result()
 
     def _begin(self, target: Tensor) -> None:
-        """Begins to copy all parts to a flat tensor."""
-        copy = self._parts_into if target.dtype == self._dtype else self._parts_cast_into
-        starts = iter(range(0, self._runs.nbytes, PART_BYTES))  # each is taken by one thread
-        for _ in range(min(COPIERS, len(self._checksums))):
-            self._copies.append(self._copiers.submit(self._timed, copy, target, starts))
+        """Begins to copy all parts to a contiguous tensor."""
+        part_bytes = PART_BYTES
+        if target.dtype != self._dtype:
+            copy = functools.partial(self._parts_cast_into, target.detach().view(-1))
+        else:
+            part_bytes = PART_BYTES if self._checksums else COPIED_BYTES
+            copy = functools.partial(self._parts_into, bytes_of(target), part_bytes)
+        starts = range(0, self._runs.nbytes, part_bytes)
+        untaken = iter(starts)  # each is taken by one thread
+        for _ in range(min(COPIERS, len(starts))):
+            self._copies.append(self._copiers.submit(self._timed, copy, untaken))
 
-    def _timed(
-        self, copy: Callable[[Tensor, Iterator[int]], None], target: Tensor, starts: Iterator[int]
-    ) -> None:
+    def _timed(self, copy: Callable[[Iterator[int]], None], starts: Iterator[int]) -> None:
         began = time.perf_counter()
-        copy(target, starts)
+        copy(starts)
         self.seconds += time.perf_counter() - began
 
-    def _parts_into(self, target: Tensor, starts: Iterator[int]) -> None:
-        data = bytes_of(target)
+    def _parts_into(self, data: np.ndarray, part_bytes: int, starts: Iterator[int]) -> None:
         for start in starts:
-            self._read(start, data[start : start + PART_BYTES])
+            self._read(start, data[start : start + part_bytes])
 
     def _parts_cast_into(self, target: Tensor, starts: Iterator[int]) -> None:
         item_bytes = self._dtype.itemsize
-        part = torch.empty(PART_BYTES // item_bytes, dtype=self._dtype)
-        data = bytes_of(part)
+        memory = self._copiers.part()
+        data, part = memory.numpy(), memory.view(self._dtype)
         for start in starts:
             nbytes = min(PART_BYTES, self._runs.nbytes - start)
             self._read(start, data[:nbytes])
@@ -182,8 +214,8 @@ class ValuesInPlace(Incoming):
             target[first:last].copy_(part[: last - first])
 
     def _read(self, start: int, target: np.ndarray) -> None:
-        """Reads the part from byte `start` on, and verifies it."""
-        checksum = self._checksums[start // PART_BYTES]
+        """Reads the part from byte `start` on, and verifies it where it has a checksum."""
+        checksum = self._checksums[start // PART_BYTES] if self._checksums else None
         self._reader.read(self._runs, start, target, checksum, self._slice.name)
 
 
@@ -195,14 +227,14 @@ class _Reader:
     ) -> None:
         self._memory, self._name, self._source, self._explain = memory, name, source, explain
 
-    def read(self, runs: Runs, start: int, target: np.ndarray, checksum: int, weight: str) -> None:
-        """Reads a part, and verifies it.
+    def read(self, runs: Runs, start: int, target: np.ndarray, checksum: int | None, weight: str) -> None:
+        """Reads a part, and verifies it where it has a checksum.
 
         Args:
             runs: Where the slice lies.
             start: First byte of the part.
             target: Array of its size.
-            checksum: Checksum of the part.
+            checksum: Checksum of the part, if there is one.
             weight: Name of the weight, for messages.
 
         Raises:
@@ -215,7 +247,7 @@ class _Reader:
         except OSError as error:
             self._explain()
             raise TransferError(f"{self._name}: {weight} cannot be read: {error.strerror}") from error
-        if xxhash.xxh3_64(target.data).intdigest() != checksum:
+        if checksum is not None and xxhash.xxh3_64(target.data).intdigest() != checksum:
             self._explain()
             raise TransferError(
                 f"{self._name}: the bytes of {weight} from {start} on do not match their checksum"

@@ -86,9 +86,13 @@ class WeightPacker:
             )
         return checksums.values
 
-    def place(self, bucket: Bucket) -> pb.BucketInPlace | None:
-        """Returns where the slices of a bucket lie in this process's memory, with their checksums; None where the
-        bucket is better packed: the slices are on a device, or in short runs of bytes.
+    def place(self, bucket: Bucket, checksums: bool) -> pb.BucketInPlace | None:
+        """Returns where the slices of a bucket lie in this process's memory; None where the bucket is better packed:
+        the slices are on a device, or in short runs of bytes.
+
+        Args:
+            bucket: The bucket.
+            checksums: Whether to add the checksums of the slices.
 
         Raises:
             InvalidRequest: The rank does not hold one of the slices.
@@ -98,14 +102,14 @@ class WeightPacker:
             return None
         if any(_run_bytes(x) < min(LEAST_RUN_BYTES, x.nbytes) for x in tensors):
             return None
-        checksums = (digest for x in tensors for digest in _part_digests(x))
+        digests = (digest for x in tensors for digest in _part_digests(x)) if checksums else ()
         slices = (
             pb.PlacedSlice(
                 address=x.data_ptr(), dtype=ELEMENT_TYPES[dtype_name(x.dtype)], strides=_byte_strides(x)
             )
             for x in tensors
         )
-        return pb.BucketInPlace(bucket=bucket.number, slices=slices, checksums=checksums)
+        return pb.BucketInPlace(bucket=bucket.number, slices=slices, checksums=digests)
 
     def find(self, wanted: WeightSlice) -> Tensor:
         """Returns a view of the values of a slice in the shards. Raises InvalidRequest if the rank does not hold it."""

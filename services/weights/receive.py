@@ -25,7 +25,7 @@ from rlhf.errors import Refused, TransferError, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 from services.weights.copying import Incoming
-from services.weights.in_place import COPIERS, BucketInPlace
+from services.weights.in_place import BucketInPlace, Copiers
 from services.weights.packed import PackedBucket
 
 T = TypeVar("T")
@@ -47,12 +47,14 @@ def receive(
     check: Callable[[], None] = lambda: None,
 ) -> Generator[Piece, None, None]:
     """Yields every element that a receiver lacks once, as boxes of tensors, in no order of names. At most two buckets
-    of them are in this process's memory at a time. Their checksums are verified as they are copied.
+    of them are in this process's memory at a time. Checksums, which packed buckets always have, are verified as they
+    are copied.
 
     Buckets in the memory of a rank on this host are read by the caller's copy, on threads that may go on with it after
     `Incoming.copy_to`; all that was copied is there once the iterator has ended. Where that is not possible, the next
     bucket is read while the caller copies the current one. To run the iterator to its end tells the sources that
-    everything has been read. Closing it earlier ends its connections.
+    everything has been read, which they acknowledge only while their calls hold the weights: so nothing has changed
+    meanwhile. Closing it earlier ends its connections.
 
     Args:
         transfer: The transfer.
@@ -128,7 +130,7 @@ class _Sources:
         self.copied: deque[PackedBucket | BucketInPlace] = deque()
         """Buckets of which copies were begun, in order."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._copiers = ThreadPoolExecutor(COPIERS, thread_name_prefix="weights-copy")
+        self._copiers = Copiers()
         self._memories: dict[int, ProcessMemory] = {}
         self._packs = {
             number
@@ -147,7 +149,7 @@ class _Sources:
 
     def __exit__(self, *error: object) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._copiers.shutdown(cancel_futures=True)  # nothing is written to the receiver's memory after this
+        self._copiers.close()  # nothing is written to the receiver's memory after this
         for source in self._known.values():
             source.channel.close()
 

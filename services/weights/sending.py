@@ -114,7 +114,7 @@ def send(
             call.check()
             placed = None
             if is_near(bucket) and offer.may_be_in_place(bucket.number):
-                placed = packer.place(bucket)
+                placed = packer.place(bucket, board.checksums)
             if placed is not None:
                 offer.place(bucket.number, placed)
             else:

@@ -32,6 +32,7 @@ from rlhf.v1 import common_pb2
 from rlhf.v1 import transfer_pb2 as pb
 from services.runtime.worker import CallContext
 from services.storage.checkpoint import WeightShard
+from services.weights.copying import Incoming
 from services.weights.packing import WeightPacker
 from services.weights.receive import receive
 
@@ -59,6 +60,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
+verified_or_not = pytest.mark.parametrize("checksums", [False, True], ids=["", "verified"])
 on_one_host = pytest.mark.parametrize("way", ["in place", "memfd"], indirect=True)
 
 
@@ -97,9 +99,14 @@ def transfer_to(
     return WeightTransfer("t1", 5, bucket_bytes, tuple(each.weights for each in sources), tuple(receivers))
 
 
-def test_all_receivers_get_their_slices_and_not_a_byte_more(make_source: MakeSource, way: str):
+@verified_or_not
+def test_all_receivers_get_their_slices_and_not_a_byte_more(
+    make_source: MakeSource, way: str, checksums: bool
+):
     values, transport = tensors(), transport_of(way)
-    sources = [make_source(halves(values, part), transports=[transport]) for part in range(2)]
+    sources = [
+        make_source(halves(values, part), transports=[transport], checksums=checksums) for part in range(2)
+    ]
     columns = WeightSlice("down", (32, 48), Slice((0, 7), (32, 31)), "bfloat16")
     wants = [
         [whole(name, x) for name, x in values.items()],
@@ -239,8 +246,8 @@ def change_after_offer(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Changes a value of a bucket in place, once its checksums have been computed."""
     place = WeightPacker.place
 
-    def place_and_change(packer: WeightPacker, bucket: Bucket) -> pb.BucketInPlace | None:
-        placed = place(packer, bucket)
+    def place_and_change(packer: WeightPacker, bucket: Bucket, checksums: bool) -> pb.BucketInPlace | None:
+        placed = place(packer, bucket, checksums)
         if bucket.number == number:
             packer.find(bucket.pieces[0].slice).reshape(-1)[1] += 1
         return placed
@@ -251,7 +258,7 @@ def change_after_offer(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 def test_weights_that_change_while_they_are_read_in_place_are_named(
     make_source: MakeSource, monkeypatch: pytest.MonkeyPatch
 ):
-    source, moved = one_to_one(make_source)
+    source, moved = one_to_one(make_source, checksums=True)
     change_after_offer(monkeypatch, 1)
     sent, call = source.send(moved)
     with pytest.raises(
@@ -265,8 +272,16 @@ def test_weights_that_change_while_they_are_read_in_place_are_named(
         sent.result(5)
 
 
-def test_weights_that_change_after_the_call_of_their_source_end_with_its_error(make_source: MakeSource):
-    source, moved = one_to_one(make_source)
+def read_on(pieces: Iterator[tuple[WeightSlice, Incoming]]) -> None:
+    for piece, values in pieces:
+        values.copy_to(torch.empty(piece.box.shape))
+
+
+@verified_or_not
+def test_weights_that_change_after_the_call_of_their_source_end_with_its_error(
+    make_source: MakeSource, checksums: bool
+):
+    source, moved = one_to_one(make_source, checksums=checksums)
     sent, call = source.send(moved)
     reading = receive(moved, 0, fetcher_by(["memfd"]), time.monotonic() + 20)
     piece, values = next(reading)
@@ -276,8 +291,9 @@ def test_weights_that_change_after_the_call_of_their_source_end_with_its_error(m
     for _, shard in source.shards:
         shard.tensor.add_(1)
     values.copy_to(torch.empty(piece.box.shape))
+    # At once where there are checksums, else when the source is told what was read.
     with pytest.raises(CallCancelled):
-        values.wait()
+        values.wait() if checksums else read_on(reading)
 
 
 def test_memory_of_another_process_with_the_same_id_is_not_taken_for_that_of_the_source(
@@ -343,9 +359,12 @@ def test_a_source_learns_what_was_read_in_place_before_a_bucket_that_it_cannot_o
 
 @on_one_host
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_large_slices_of_rows_and_columns_arrive_whole(make_source: MakeSource, way: str, dtype: str):
+@verified_or_not
+def test_large_slices_of_rows_and_columns_arrive_whole(
+    make_source: MakeSource, way: str, dtype: str, checksums: bool
+):
     big = torch.randn((1600, 4200), generator=torch.Generator().manual_seed(1))
-    source = make_source([("big", WeightShard.of_whole(big))])
+    source = make_source([("big", WeightShard.of_whole(big))], checksums=checksums)
     columns = WeightSlice("big", (1600, 4200), Slice((0, 100), (1600, 3000)), dtype)
     moved = transfer_to([source], [receiver_of(0, [columns])], bucket_bytes=6 << 20)
     assert columns.box.numel * 4 > 8 * PART_BYTES

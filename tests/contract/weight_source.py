@@ -51,6 +51,8 @@ class WeightSource:
     Args:
         shards: Name and shard of each tensor.
         transports: Names of the transports that it serves. Default: memfd.
+        arena_mib: Size of its arena.
+        checksums: Whether its buckets have checksums in place, too (config key `checksums`).
     """
 
     def __init__(
@@ -58,9 +60,10 @@ class WeightSource:
         shards: Sequence[tuple[str, WeightShard]],
         transports: Sequence[str] = ("memfd",),
         arena_mib: int = 8,
+        checksums: bool = False,
     ) -> None:
         self.shards = list(shards)
-        self.store = TensorStore(arena_mib << 20)
+        self.store = TensorStore(arena_mib << 20, checksums)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
