@@ -21,6 +21,12 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("torch", "cupy", "deepspeed", "vllm")
+NCCL_WITHOUT_TORCH = """
+import sys
+from nccl_transfer.transports.gpu.communicator import cupy_nccl
+print(cupy_nccl().get_version())
+assert "torch" not in sys.modules
+"""
 
 ADAPTERS: Mapping[str, Mapping[str, str]] = {
     "nccl_transfer/devices/cupy_cuda.py": {
@@ -137,7 +143,10 @@ def check() -> int:
     torch, nccl = importlib.import_module("torch"), importlib.import_module("cupy.cuda.nccl")
     print(f"torch is built for CUDA {torch.version.cuda}, with NCCL {torch.cuda.nccl.version()}")
     print(f"cupy loads NCCL {nccl.get_version()}, and is built with {nccl.get_build_version()}")
-    uses, faults = set(), 0
+    program = [sys.executable, "-c", NCCL_WITHOUT_TORCH]
+    alone = int(subprocess.run(program, stdout=subprocess.PIPE, timeout=300, check=True).stdout)
+    print(f"a process without torch loads NCCL {alone}")
+    uses, faults = set(), int(alone != nccl.get_version())
     for path, names in ADAPTERS.items():
         for owner, attribute, call in used(ROOT / path, names):
             why = fault(target_of(names[owner]), attribute, call)
