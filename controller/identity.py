@@ -129,8 +129,8 @@ def git_commit() -> str:
 
 
 def _platform(said: worker_pb2.DescribeResponse) -> dict[str, Any]:
-    """Returns the platform of a service from its description: version, threads, CPU, torch and matmul library, which
-    the bits of its results depend on beside its configuration."""
+    """Returns the platform of a service from its description: version, threads, CPU, torch, matmul library and
+    kernels, which the bits of its results depend on beside its configuration."""
     figures = {
         "version": said.version,
         "threads": said.threads,
@@ -138,5 +138,6 @@ def _platform(said: worker_pb2.DescribeResponse) -> dict[str, Any]:
         "cpu_capability": said.cpu_capability,
         "torch": said.torch,
         "matmul": said.matmul,
+        "kernels": said.kernels,
     }
     return {name: value for name, value in figures.items() if value}

@@ -23,7 +23,7 @@ from controller.foresight import arena_warnings
 from controller.launch import LaunchedServices
 from controller.plan import CONFIG_FILE, Plan
 from controller.restoring import Restorer
-from controller.role_groups.admission import with_measured
+from controller.role_groups.admission import with_chosen
 from controller.role_groups.cluster import Cluster, Restoration, SavedState
 from controller.tracking.contents import SUMMARY_FILE
 from controller.tracking.marks import cut_files, mark_files
@@ -80,7 +80,7 @@ def open_planned(
         plan = _connect(plan, cluster, directory, progress, keep_weights=keep_weights)
         cluster.fill_receivers()
         # With the measured libraries in the file, a later run of it computes the same bits.
-        config = with_measured(config, cluster.descriptions)
+        config = with_chosen(config, cluster.descriptions)
         directory.write_text(CONFIG_FILE, plan.resolved(config))
         services = cluster.token_services()
         limits = prompt_limit(config, services), text_limit(config, services)

@@ -45,6 +45,11 @@ class ServiceTable(Strict):
     matmul: Literal["auto", "mkl", "onednn"] = "auto"
     """Library that multiplies float32 matrices on a CPU. auto: the faster one, measured for 0.1 s at start. The bits
     of results depend on it; the Describe RPC returns which one is in use."""
+    kernels: Literal["auto", "eager", "compiled"] = "auto"
+    """How models of the Llama, Mistral, Qwen2 and Qwen3 families compute norms, gated activations and rotary
+    embeddings. eager: operation by operation; compiled: by kernels that torch.compile makes, in fewer passes over
+    memory, which needs a C++ compiler; auto: compiled on a GPU where that works, and eager on a CPU. The bits of
+    results depend on it; the Describe RPC returns which are in use."""
     arena_mb: Positive = 64
     """Size of each rank's arena in MiB: the memory in which it keeps the rows of its results until the step ends."""
     arena_device_mb: int = Field(default=256, ge=0)

@@ -29,6 +29,8 @@ WHERE_IT_RUNS = frozenset(
 """Keys of a service's table that say where and how it is started and found, and do not change its results; they may
 differ. The role, which may be named in two ways, and the number of ranks are compared with those of the running ranks
 instead."""
+CHOSEN = ("kernels", "matmul")
+"""Keys of a service's table for which the service chooses at start where they are "auto", and reports its choice."""
 
 Describe = Callable[[RankClient], Awaitable[worker_pb2.DescribeResponse]]
 """Function that calls Describe on a rank and returns the response."""
@@ -54,11 +56,12 @@ def check_tables(groups: Mapping[str, RoleGroup], tables: Mapping[str, ServiceTa
             )
 
 
-def with_measured(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Config:
-    """Returns the config with `matmul` of each service set to the library that it uses, so that "auto" is replaced by
-    the result of its measurement."""
+def with_chosen(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Config:
+    """Returns the config with the keys of CHOSEN of each service set to what it uses, in place of "auto"."""
     tables = {
-        name: table.model_copy(update={"matmul": services[name].matmul or table.matmul})
+        name: table.model_copy(
+            update={key: getattr(services[name], key) or getattr(table, key) for key in CHOSEN}
+        )
         for name, table in config.services.items()
     }
     return config.model_copy(update={"services": tables})
@@ -77,8 +80,9 @@ def differing_keys(table: ServiceTable, description: worker_pb2.DescribeResponse
     if not description.table:
         return []
     theirs, ours = json.loads(description.table), json.loads(table.model_dump_json())
-    if ours.get("matmul") == description.matmul:
-        theirs["matmul"] = description.matmul  # the service's choice for "auto"
+    for key in CHOSEN:
+        if ours.get(key) == getattr(description, key):
+            theirs[key] = ours[key]  # the service's choice for "auto"
     is_on_this_host = any(rank.endpoint.host_id == host_id() for rank in description.ranks)
     for key in [name for name, value in table if _holds_paths(value)]:
         there, here = _located(theirs.get(key), description.working_directory), _located(ours.get(key), "")

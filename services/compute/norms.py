@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from services.compute import fused
 from services.compute.linear import is_cpu_float32
 
 _NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
@@ -39,6 +40,8 @@ class RMSNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if fused.in_use():
+            return fused.rms_norm(hidden_states, self.weight, self.variance_epsilon)
         if is_cpu_float32(hidden_states) and is_cpu_float32(self.weight):
             arguments = hidden_states, self.weight, self.variance_epsilon
             return _Norm.apply(*arguments) if torch.is_grad_enabled() else _normed(*arguments)[0]  # type: ignore[return-value]

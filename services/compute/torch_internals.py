@@ -4,7 +4,8 @@ and tests/unit/test_internals.py checks that the names are there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -42,3 +43,34 @@ def registered_tensors(module: nn.Module) -> Iterator[dict[str, Any]]:
     children. Changing them changes the module. A tied tensor is under each of its names."""
     yield module._parameters
     yield module._buffers
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that `torch.compile` compiles when it is first called, and again for each further combination
+    of types and shapes; `any_number_of_rows` leaves the first dimension of an argument open. The same code is made in
+    every process: nothing is chosen by a measurement."""
+
+    @cache
+    def made() -> Callable[..., Any]:
+        # Only here, since it imports the compiler, which takes a second.
+        from torch._dynamo import config as dynamo
+        from torch._inductor import config as inductor
+
+        # With a pool of processes to compile in, they would outlive a service that is killed.
+        inductor.compile_threads = 1
+        inductor.deterministic = True
+        # Types, sizes of a layer, and modes of autograd, each of which is a combination.
+        dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+        return torch.compile(function, dynamic=False, fullgraph=True)
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        return made()(*args)
+
+    return run
+
+
+def any_number_of_rows(x: Tensor) -> Tensor:
+    """Marks the first dimension of a tensor as one that functions of `compiled` are compiled once for; returns it."""
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    return x

@@ -4,7 +4,11 @@ of transformers, and tests/unit/test_internals.py checks that the names are ther
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -24,3 +28,23 @@ def block_class_names(model: PreTrainedModel) -> set[str]:
     """Returns the class names of a model's transformer blocks: the modules that transformers does not split over
     devices."""
     return set(model._no_split_modules or ())
+
+
+Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Applies rotary embeddings: (query, key, cos, sin) to rotated queries and keys."""
+_ROTATION = "apply_rotary_pos_emb"
+
+
+def rotation_of(attention: nn.Module) -> Rotation:
+    """Returns the function with which an attention module of the Llama family applies rotary embeddings."""
+    return type(attention).forward.__globals__[_ROTATION]
+
+
+def replace_rotation(attention: nn.Module, rotation: Rotation) -> None:
+    """Makes an attention module of the Llama family apply rotary embeddings with another function. The `forward` of
+    its class finds the function among the globals of its Python module; this module gets a `forward` with globals of
+    its own, so that other models of the process are not changed."""
+    forward: Any = type(attention).forward
+    own = FunctionType(forward.__code__, {**forward.__globals__, _ROTATION: rotation}, forward.__name__)
+    own.__defaults__, own.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+    attention.forward = MethodType(own, attention)

@@ -37,8 +37,10 @@ def shard_modules(
         sharded = fully_shard(
             module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
         )
-        # FSDP averages gradients by default. gloo also supports plain sums only.
-        sharded.set_gradient_divide_factor(1.0)
+        # FSDP averages gradients by default. gloo also supports plain sums only. On one rank there is nothing to
+        # average, and FSDP would divide all gradients by 1.
+        if mesh.size() > 1:
+            sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         # In a mixture of experts, ranks may use different experts.
         sharded.set_reduce_scatter_unused_params(True, recurse=False)

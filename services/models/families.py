@@ -24,8 +24,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from services.compute.layers import speed_up_layers
 from services.compute.linear import speed_up
-from services.compute.norms import speed_up_norms
 from services.models.directory import VALUE_HEAD_FILE, first_line, require_model_directory
 from services.models.meta import model_on_meta
 from services.models.tokenizers import load_tokenizer
@@ -163,8 +163,8 @@ def _load(
 
 
 def _prepared(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives a model's linear layers and RMS norms the faster classes of `services.compute`, in place, and puts it into
-    eval mode; returns the model."""
+    """Gives a model the faster layers of `services.compute`, in place, and puts it into eval mode; returns the
+    model."""
     speed_up(model)
-    speed_up_norms(model)
+    speed_up_layers(model)
     return model.eval()

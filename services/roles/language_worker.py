@@ -10,11 +10,12 @@ import torch
 
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
-from services.compute import matmul
+from services.compute import fused, matmul
 from services.compute.device_memory import peak_memory_measured
 from services.engines.implementation import implementation_of
 from services.models.tokenizers import load_tokenizer, vocabulary_hash
 from services.roles.engine_errors import as_contract_errors
+from services.roles.kernel_choice import choose_kernels
 from services.roles.matmul_choice import choose_matmul
 from services.roles.profiler import CallProfiler
 from services.roles.tokenization import tokenize_texts
@@ -50,6 +51,7 @@ class LanguageWorker(VerifiedWorker, TorchWorker):
         super().__init__(table, ranks)
         if self.torch_device.type == "cpu":
             choose_matmul(table.matmul, ranks)
+        choose_kernels(table.kernels, self.torch_device, ranks)
         try:
             self.tokenizer: Any = load_tokenizer(table.model)
         except (OSError, ValueError) as error:
@@ -71,6 +73,7 @@ class LanguageWorker(VerifiedWorker, TorchWorker):
             matmul=matmul.backend() if self.torch_device.type == "cpu" else "",
             cpu_capability=torch.backends.cpu.get_cpu_capability(),
             torch=torch.__version__,
+            kernels=fused.name_in_use(),
         )
 
     def around(self, run: Callable[[], CallResult]) -> CallResult:

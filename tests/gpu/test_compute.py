@@ -10,8 +10,9 @@ import torch
 from packed_rows import FEW, RowShapes
 from torch import Tensor, nn
 
-from services.compute import packing
+from services.compute import fused, packing
 from services.compute.copies import copy_together
+from services.compute.layers import why_not_fused
 from services.compute.microbatch import pack
 from services.compute.packing import attend
 from services.engines import snapshots
@@ -93,3 +94,22 @@ def test_tensors_arrive_together_as_they_were(gpu: torch.device) -> None:
     for x, y in zip(copy_together(sent, gpu), sent, strict=True):
         assert (x.device, x.dtype, x.shape) == (gpu, y.dtype, y.shape)
         assert torch.equal(x.cpu(), y)
+
+
+def test_the_compiled_kernels_can_be_used(gpu: torch.device) -> None:
+    assert why_not_fused(gpu) == ""
+
+
+def test_the_compiled_kernels_have_the_same_bits_each_time(gpu: torch.device) -> None:
+    def outputs_and_gradients() -> list[Tensor]:
+        torch.manual_seed(0)
+        options: Any = {"device": gpu, "dtype": torch.bfloat16}
+        x, up, weight = (
+            torch.randn(shape, **options).requires_grad_()
+            for shape in ((1, 5000, 2048), (1, 5000, 2048), (2048,))
+        )
+        y = fused.gated(fused.rms_norm(x, weight, 1e-6), up)
+        return [y, *torch.autograd.grad(y.float().square().sum(), (x, up, weight))]
+
+    with deterministic_kernels(gpu):
+        assert all(map(torch.equal, outputs_and_gradients(), outputs_and_gradients()))

@@ -18,7 +18,7 @@ from controller.config.config import Config
 from controller.role_groups import admission
 from controller.role_groups import cluster as cluster_module
 from controller.role_groups import loop as loop_module
-from controller.role_groups.admission import differing_keys, wait_until_free, with_measured
+from controller.role_groups.admission import differing_keys, wait_until_free, with_chosen
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import promise
@@ -320,7 +320,7 @@ def test_a_config_keeps_what_services_measured_and_they_differ_in_nothing_from_i
     }
     config = Config.model_validate({"services": tables, "data": {"train": "t.jsonl", "heldout": "h.jsonl"}})
     told = worker_pb2.DescribeResponse(matmul="onednn", table=config.services["actor"].model_dump_json())
-    kept = with_measured(config, {"actor": told, "reference": worker_pb2.DescribeResponse()})
+    kept = with_chosen(config, {"actor": told, "reference": worker_pb2.DescribeResponse()})
     assert {name: table.matmul for name, table in kept.services.items()} == {
         "actor": "onednn",
         "reference": "auto",

@@ -20,8 +20,8 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from services.compute.heads import Head
+from services.compute.layers import speed_up_layers
 from services.compute.microbatch import MicroBatch
-from services.compute.norms import speed_up_norms
 from services.compute.packing import ATTENTION, skip_unread_positions_in_last_layer
 from services.compute.recompute import recompute_in_backward
 from services.engines.three_d.groups import MeshGroups
@@ -100,7 +100,7 @@ class ModelStage:
         mesh = groups.mesh
         meshes.check(f"{mesh.pipeline}-{mesh.tensor}-{mesh.data}", mesh.size, read_shape(directory))
         whole, backbone = _on_meta(directory, dtype, with_value_head)
-        speed_up_norms(backbone)
+        speed_up_layers(backbone)
         self.config.architectures = [type(backbone if with_value_head else whole).__name__]
         self.config.dtype = dtype
         self._generation_config = _generation_config(directory) if not with_value_head else None
