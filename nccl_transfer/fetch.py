@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from nccl_transfer.choice import ReaderChoice
 from nccl_transfer.device_fetch import DeviceReader, PlacedRanges, staying
@@ -21,13 +20,12 @@ from nccl_transfer.relay import RelayBoard, RelayRequest, RelayTaker
 from nccl_transfer.rows import FetchedRows, ReadRanges, assemble
 from nccl_transfer.spill import Spiller
 from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.threads import Threads
 from nccl_transfer.transports import Reader, Reading, Traffic
 from nccl_transfer.transports.common import read_in_place
 from nccl_transfer.verification import ChecksumVerifier
 
 NO_RELAYS = RelayRequest("", Lease("", 0))
-
-T = TypeVar("T")
 
 
 class Fetcher:
@@ -38,7 +36,7 @@ class Fetcher:
         readers: Readers of transports in order of preference; each rank is read by the first that reaches it and could
             be set up with it (`ReaderChoice`). `close` closes them.
         store: This rank's own store, whose shards are read in place. Default: none; the process is a client only.
-        max_sources: Maximum number of ranks that are read from in parallel.
+        max_sources: Maximum number of ranks that a fetch reads from in parallel.
 
     Attributes:
         verifier: Verifies bytes, of `fetch` all and of `read` those that the caller gives to it.
@@ -56,7 +54,8 @@ class Fetcher:
         self._store = store
         self._board = RelayBoard(store) if store is not None else None
         self._taker = RelayTaker(memory_reader())
-        self._pool = ThreadPoolExecutor(max_sources, thread_name_prefix="fetch")
+        self._max_sources = max_sources
+        self._threads = Threads("fetch")
         self._traffic: dict[str, Traffic] = {}
         self.verifier = ChecksumVerifier(store)
         self._spiller = Spiller(store)
@@ -166,11 +165,11 @@ class Fetcher:
             self._traffic[transport] = self._traffic.get(transport, Traffic()) + moved
 
     def close(self) -> None:
-        """Closes the readers and cancels reads that have not begun. Rows that were fetched stay valid."""
+        """Closes the readers. Rows that were fetched stay valid."""
         self._choice.close()
         self._taker.close()
         self._spiller.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     @property
     def _own(self) -> Endpoint | None:
@@ -200,7 +199,7 @@ class Fetcher:
             for source in second
         ]
         jobs += [partial(self._place, source, stays[source], deadline, traffic) for source in stays]
-        done = _run_all(self._pool, jobs)
+        done = self._threads.run_all(jobs, self._max_sources)
         readings, placed = done[: len(wanted)], done[len(wanted) :]
         read = {
             source: ReadRanges(wanted[source], reading.writable() if writable else reading)
@@ -276,19 +275,3 @@ class Fetcher:
         with self._lock:
             traffic[transport] = traffic.get(transport, Traffic()) + moved
         self.note(transport, moved)
-
-
-def _run_all(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], T]]) -> list[T]:
-    """Runs jobs in parallel and returns their results in order. Raises the first error without waiting for the other
-    jobs; those that have not begun do not run."""
-    if len(jobs) <= 1:
-        return [job() for job in jobs]
-    futures = [pool.submit(job) for job in jobs]
-    try:
-        for future in as_completed(futures):
-            future.result()  # the first failure ends the fetch; reads that have begun end by the deadline
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        raise
-    return [future.result() for future in futures]

@@ -66,6 +66,60 @@ def test_once_a_read_has_failed_no_other_of_the_same_fetch_begins():
         assert set(transport.asked) <= {*SOURCES[:2], *SOURCES[4:]}
 
 
+class Hangs(OneIsLost):
+    """The first two sources do not answer before they may; the others answer at once."""
+
+    name = "hangs"
+
+    def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
+        self.asked.append(source)
+        if source in SOURCES[:2]:
+            assert self.may_answer.wait(60)
+        return Reading([memoryview(bytes(r.nbytes)) for r in ranges])
+
+
+def test_fetches_from_ranks_that_hang_delay_no_other_fetch():
+    """As a service has them that several runs share, or whose calls were cancelled."""
+    transport = Hangs()
+    with contextlib.closing(Fetcher("host", [transport], max_sources=2)) as fetcher:
+        hung = [
+            threading.Thread(target=fetcher.fetch, args=(held_by(SOURCES[:3]), time.monotonic() + 60))
+            for _ in range(20)
+        ]
+        for thread in hung:
+            thread.start()
+        fetched = threading.Event()
+
+        def fetch_from_others() -> None:
+            fetcher.fetch(held_by(SOURCES[3:]), time.monotonic() + 60)
+            fetched.set()
+
+        other = threading.Thread(target=fetch_from_others)
+        other.start()
+        try:
+            assert fetched.wait(10)
+            assert all(thread.is_alive() for thread in hung)
+        finally:
+            transport.may_answer.set()
+            for thread in (*hung, other):
+                thread.join()
+
+
+def test_threads_are_used_again_and_end_with_the_fetcher():
+    def of_fetches() -> int:
+        return sum(thread.name.startswith("fetch") for thread in threading.enumerate())
+
+    before, transport = of_fetches(), Hangs()
+    with contextlib.closing(Fetcher("host", [transport])) as fetcher:
+        for _ in range(20):
+            fetcher.fetch(held_by(SOURCES[2:]), time.monotonic() + 10)
+            assert of_fetches() - before <= len(SOURCES[2:])
+    give_up = time.monotonic() + 10
+    while of_fetches() > before and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert of_fetches() == before
+
+
 class CannotAttach(OneIsLost):
     """Is never set up with the first source."""
 
