@@ -15,7 +15,7 @@ from nccl_transfer.refs.shards import Shard
 from nccl_transfer.refs.weight_plans import Bucket
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports.common import check_epoch
-from rlhf.errors import DeadlineExceeded, InvalidRequest, Refused
+from rlhf.errors import DeadlineExceeded, InvalidRequest, Refused, drop_frames
 from rlhf.v1 import transfer_pb2 as pb
 
 T = TypeVar("T")
@@ -79,6 +79,21 @@ class BucketBoard:
             raise
         finally:
             offer.end(error)
+
+    @contextlib.contextmanager
+    def failures_told(self, transfer_id: str) -> Iterator[None]:
+        """Context manager of a block that makes the offer of a transfer: where it raises before that, the receivers
+        that ask for buckets get its error."""
+        try:
+            yield
+        except BaseException as error:
+            drop_frames(error)
+            with self._lock:
+                begun = self._offers.setdefault(transfer_id, Future())
+                if not begun.done():
+                    begun.set_exception(error)
+                self._forget()
+            raise
 
     async def take(self, request: pb.TakeBucketRequest, timeout_s: float) -> pb.TakeBucketResponse:
         """Handles the TakeBucket RPC: notes what the receiver has read, waits for the bucket, and returns its place.

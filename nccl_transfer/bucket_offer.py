@@ -63,7 +63,9 @@ class Offer:
         self._repacked: dict[int, Future[Place]] = {}
         self._held: dict[int, Shard | None] = {}
         self._read_before = {receiver: 0 for bucket in buckets for receiver in bucket.destinations}
+        self._able: set[int] = set()
         self._unable: set[int] = set()
+        """Receivers that have read a bucket in place, and those that have said that they cannot."""
         self._ended: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -90,15 +92,16 @@ class Offer:
 
     def pack(self, number: int) -> None:
         """Packs the next bucket, and gives it to the receivers that wait for it. Blocks while BUCKETS_AHEAD that were
-        packed are held, or others are and it does not fit into the arena; and until earlier ones in place have been
-        packed, too, for receivers that need it: these read in order, so that a later one might keep the arena full.
+        packed are held, or others are and it does not fit into the arena. Receivers read in order, so a later bucket
+        could keep the arena full for ever if an earlier one in place had to be packed after it: this also blocks until
+        each receiver of an earlier one has read a bucket in place, or else these have been packed for it.
 
         Raises:
             OutOfSpace: The bucket does not fit into the arena.
             Refused: The session of the lease has ended. Other errors as for `wait_until_read`.
         """
         self._wait(
-            lambda: self._num_in_arena() < BUCKETS_AHEAD and not any(map(self._needs_repack, self._held))
+            lambda: self._num_in_arena() < BUCKETS_AHEAD and not any(map(self._may_need_repack, self._held))
         )
         self._fill(number, self._offered[number])
 
@@ -113,14 +116,21 @@ class Offer:
         if receiver not in self._read_before:
             raise InvalidRequest(f"{self._name}: receiver {receiver} gets no bucket of this rank")
         with self._changed:
-            if self._ended is not None and read_before > self._read_before[receiver]:
-                raise self._ended
+            if self._ended is not None:
+                if read_before > self._read_before[receiver]:
+                    raise self._ended.with_traceback(None)
+                return
             for bucket in self._buckets[self._read_before[receiver] : read_before]:
                 if receiver in bucket.destinations and not self._offered[bucket.number].done():
                     raise InvalidRequest(
                         f"{self._name}: bucket {bucket.number} was not offered yet, so it was not read"
                     )
             self._read_before[receiver] = max(self._read_before[receiver], read_before)
+            if any(
+                shard is None and number < read_before and receiver in self._buckets[number].destinations
+                for number, shard in self._held.items()
+            ):
+                self._able.add(receiver)
             for number in [number for number in self._held if not self._unread_by(number)]:
                 self._free(number)
             self._changed.notify_all()
@@ -136,6 +146,9 @@ class Offer:
         Raises:
             InvalidRequest: The bucket is none of this receiver's, or it has read it.
         """
+        with self._changed:
+            if self._ended is not None:
+                return _failed(self._ended)
         if number >= len(self._buckets) or receiver not in self._buckets[number].destinations:
             raise InvalidRequest(f"{self._name}: bucket {number} of this rank is not for receiver {receiver}")
         if number < self._read_before[receiver]:
@@ -157,28 +170,25 @@ class Offer:
             for bucket in self._buckets[number + 1 :]:
                 if receiver in bucket.destinations:
                     offered = self._offered[bucket.number]
-                    place = offered.result() if offered.done() and not offered.exception() else None
+                    place = offered.result() if offered.done() else None
                     if not isinstance(place, pb.BucketInPlace):
                         break
                     found.append(place)
         return found
 
     def end(self, error: BaseException) -> None:
-        """Frees all buckets, and passes the error to the receivers that wait for one now or later. Drops the frames of
-        `error`."""
+        """Frees all buckets and everything that refers to the weights, and passes the error to the receivers that wait
+        for one now or later. Drops the frames of `error`."""
         drop_frames(error)
         with self._changed:
             self._ended = error
             for number in list(self._held):
                 self._free(number)
-            for number, future in enumerate(self._offered):
-                if future.done():
-                    self._offered[number] = future = Future()
-                future.set_exception(error)
-            for future in self._repacked.values():
+            for future in (*self._offered, *self._repacked.values()):
                 if not future.done():
                     future.set_exception(error)
-            self._repacked.clear()
+            self._buckets, self._offered, self._repacked = (), [], {}
+            del self._pack, self._name_of, self._check
 
     def _fill(self, number: int, offered: Future[Place]) -> None:
         """Packs a bucket, as `pack`, and makes it the result of a future."""
@@ -235,6 +245,11 @@ class Offer:
         there. The caller holds the lock."""
         return self._held[number] is None and not self._unable.isdisjoint(self._unread_by(number))
 
+    def _may_need_repack(self, number: int) -> bool:
+        """Returns whether a bucket that is held lies in place, and it is not known of all receivers that have yet to
+        read it that they can do so there. The caller holds the lock."""
+        return self._held[number] is None and not self._able.issuperset(self._unread_by(number))
+
     def _num_in_arena(self) -> int:
         with self._changed:
             return sum(shard is not None for shard in self._held.values())
@@ -248,3 +263,9 @@ class Offer:
     def _unread_by(self, number: int) -> list[int]:
         """Returns the receivers that have not read a bucket."""
         return [each for each in self._buckets[number].destinations if self._read_before[each] <= number]
+
+
+def _failed(error: BaseException) -> Future[Place]:
+    future: Future[Place] = Future()
+    future.set_exception(error)
+    return future

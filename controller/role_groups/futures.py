@@ -44,8 +44,8 @@ def _only(future: Future[T], timeout_s: float | None) -> T:
     try:
         return future.result(timeout_s)
     except TimeoutError:
-        if future.done():
-            raise
+        if future.done():  # its own error, or it has ended meanwhile
+            return future.result()
         raise _late(1, 1, timeout_s) from None
 
 

@@ -50,7 +50,13 @@ def sync_weights(
         A batch without rows, whose record is that of the whole transfer, with metrics weights_bytes (received by all
         ranks), weights_seconds (the transfer and its commits, without their waits for other calls) and
         weights_gb_per_s, and with the calls that moved weights as its parts.
+
+    Raises:
+        ValueError: A receiver is given more than once.
     """
+    names = [group.name for group in receivers]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"to: {', '.join(twice)} is given more than once")
     others = [group for group in receivers if group.ranks is not source.ranks]
     beside = all(group.runs_beside("load_weights") for group in others)
     longest_s = sum(2 * source.session.time_of(name) + LATE_S + SETTLE_S for name in STAGES)

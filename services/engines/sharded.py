@@ -304,8 +304,10 @@ class ShardedEngine(AccumulatingEngine):
 
 
 def snapshot_weights(engine: ShardedEngine, snapshot: Snapshot) -> Iterator[tuple[str, WeightShard]]:
-    """Yields name and shard of each weight in a snapshot of an engine, tied ones by their first name. Values that are
-    written to them are those that `restore` gives the engine."""
+    """Yields name and shard of each weight in an engine's last snapshot, tied ones by their first name. Values that are
+    written to them are those that `restore` gives the engine. Blocks until the snapshot has been copied, since its
+    copies would overwrite them."""
+    engine._snapshots.finish()
     weights = {name: x for name, x in snapshot.tensors.items() if name.startswith("weight.")}
     for name, shard in engine.shards(weights).items():
         if shard.tensor.numel():

@@ -60,6 +60,11 @@ class SnapshotMemory:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
+    def finish(self) -> None:
+        """Blocks until the copies are made, after which the host may write to them."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def stepped(self) -> None:
         """Notes the memory that a step has taken beside the state and its copy. Called after each step, also one that
         has failed, as of memory that ran out."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from nccl_transfer.refs.weight_plans import WeightSlice, WeightTransfer
 from nccl_transfer.refs.wire_weights import slice_to_proto, transfer_from_proto
-from rlhf.errors import InvalidRequest, Refused
+from rlhf.errors import DeadlineExceeded, InvalidRequest, Refused
 from rlhf.v1 import rollout_pb2
 from services.roles.language_worker import LanguageWorker
 from services.roles.state_history import check_state_id
@@ -20,6 +22,8 @@ from services.runtime.worker import CallContext, CallResult, CallRows, register,
 from services.weights.receive import Piece, receive
 from services.weights.versions import Version, Versions
 
+LATE_S = 1.0
+"""Seconds after its deadline at which a load of weights ends that waits for no source."""
 _DIGITS = 1 << 20
 """Ranks compare their versions by numbers below this, whose squares they can add up exactly in float64."""
 
@@ -113,7 +117,7 @@ class ReceivingWorker(LanguageWorker):
             return CallResult()
         self._check_slices(transfer, own)
         with contextlib.closing(
-            receive(transfer, own, self.fetcher, call.deadline, check=call.check_cancelled)
+            receive(transfer, own, self.fetcher, call.deadline, check=partial(_go_on, call))
         ) as pieces:
             return CallResult(fields={"received_bytes": self.inbox.receive(version, pieces)})
 
@@ -190,6 +194,15 @@ class ReceivingWorker(LanguageWorker):
             raise InvalidRequest(
                 f"transfer.receivers[{own}]: not the slices of DescribeWeights; they differ in {odd.name}"
             )
+
+
+def _go_on(call: CallContext) -> None:
+    """Notes that a transfer gets on or waits within its deadline; raises CallCancelled or DeadlineExceeded if it should
+    stop. A source that is late is named by the wait for it, a little later than by the deadline itself."""
+    call.check_cancelled()
+    if time.monotonic() > call.deadline + LATE_S:
+        raise DeadlineExceeded(f"call {call.call.call_id} ran past its deadline")
+    call.progressed_at = time.monotonic()
 
 
 def _numbers(version: Version) -> list[int]:

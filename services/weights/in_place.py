@@ -92,7 +92,9 @@ class BucketInPlace:
         self._values: list[tuple[WeightSlice, ValuesInPlace]] = []
         reader = _Reader(memory, f"{source}: {name}", source, explain)
         digests = list(place.checksums)
-        for piece, box in zip(bucket.pieces, place.slices, strict=False):
+        if len(place.slices) != len(bucket.pieces):
+            raise TransferError(f"{source}: {name} came with other slices than planned")
+        for piece, box in zip(bucket.pieces, place.slices, strict=True):
             dtype, shape = DTYPES.get(box.dtype, ""), piece.slice.box.shape
             if dtype not in ITEM_BYTES or len(box.strides) != len(shape):
                 raise TransferError(f"{source}: {name}: the place of {piece.slice.name} is none of its shape")
@@ -103,8 +105,8 @@ class BucketInPlace:
                 raise TransferError(f"{source}: {name}: checksums of {piece.slice.name} are missing")
             values = ValuesInPlace(reader, copiers, piece.slice, runs, getattr(torch, dtype), own)
             self._values.append((piece.slice, values))
-        if len(self._values) != len(bucket.pieces) or digests:
-            raise TransferError(f"{source}: {name} came with other slices than planned")
+        if digests:
+            raise TransferError(f"{source}: {name} came with more checksums than parts")
 
     def pieces(self) -> Iterator[tuple[WeightSlice, Incoming]]:
         """Yields the slices of the bucket and their values."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -61,7 +62,8 @@ def receive(
         receiver: Index of this rank in `transfer.receivers`.
         fetcher: Reads from the arenas of the sources, by the first transport that reaches them.
         deadline: Time at which the transfer fails, on the clock of `time.monotonic`, in seconds.
-        check: Called at least every CHECK_S seconds while the iterator waits; ends it by raising.
+        check: Called about every CHECK_S seconds, between two buckets or while one is waited for; ends the iterator by
+            raising.
 
     Yields:
         A box, in the element type that the receiver wants, and its values, which can be copied until the next element
@@ -80,21 +82,17 @@ def receive(
         for bucket in mine[:2]:
             sources.ask(bucket)
         ahead = sources.begin(mine[0]) if mine else None
-
-        def note_and_check() -> None:
-            sources.note_copied()
-            sources.send_notes()  # the source may offer no further bucket before
-            check()
-
         for _, after, third in zip_longest(mine, mine[1:], mine[2:]):
             assert ahead is not None
-            reading = _wait(ahead, note_and_check)
+            reading = _wait(ahead, functools.partial(sources.go_on, check))
             ahead = sources.begin(after) if after else None
             yield from reading.pieces()
             sources.copied.append(reading)
             sources.note_copied(reading.ahead)
             if third:
                 sources.ask(third)
+            if time.monotonic() > sources.checked_s + CHECK_S:  # none is waited for in place
+                sources.go_on(check, reading.ahead)
         sources.note_copied()
         sources.finish(check)
 
@@ -129,6 +127,8 @@ class _Sources:
         self._fetcher, self._deadline = fetcher, deadline
         self.copied: deque[PackedBucket | BucketInPlace] = deque()
         """Buckets of which copies were begun, in order."""
+        self.checked_s = time.monotonic()
+        """When `go_on` was last called, in seconds of `time.monotonic()`."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._copiers = Copiers()
         self._memories: dict[int, ProcessMemory] = {}
@@ -165,6 +165,14 @@ class _Sources:
         """Begins to read a bucket that was asked for; returns a future of its bytes."""
         asked = self._asked.pop((bucket.source, bucket.number), None)
         return self._thread.submit(self._read, bucket, asked)
+
+    def go_on(self, check: Callable[[], None], most: int = 0) -> None:
+        """Tells the sources what has been read, all but the last `most` buckets that were begun, since they may offer
+        no further one before; then calls `check`."""
+        self.note_copied(most)
+        self.send_notes()
+        check()
+        self.checked_s = time.monotonic()
 
     def note_copied(self, most: int = 0) -> None:
         """Calls `note_read` for the first of the buckets in `copied`, until at most `most` are left there."""
@@ -291,10 +299,6 @@ def _answer_of(source: Endpoint, answer: Any) -> pb.TakeBucketResponse:
 
 def _wait(future: Future[T], check: Callable[[], None]) -> T:
     """Waits for a future and calls `check` every CHECK_S seconds meanwhile."""
-    while True:
-        try:
-            return future.result(CHECK_S)
-        except TimeoutError:
-            if future.done():
-                raise
-            check()
+    while not wait([future], CHECK_S).done:
+        check()
+    return future.result()

@@ -42,14 +42,17 @@ class SendingWorker(Worker):
 
     @register("ONE_TO_ALL")
     def send_weights(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
-        with self.ranks.together(call.peers_deadline):
-            require(request, "transfer")
-            engine = self._sending_engine()
-            transfer = transfer_from_proto(request.transfer)
-            buckets = self._own_buckets(transfer)
-        packer = WeightPacker(engine.weight_shards())
-        packer.check(transfer.sources[self.ranks.rank].slices)
-        send(transfer, buckets, packer, self.buckets, call)
+        require(request, "transfer")
+        with self.buckets.failures_told(request.transfer.id):
+            with self.ranks.together(call.peers_deadline):
+                engine = self._sending_engine()
+                transfer = transfer_from_proto(request.transfer)
+                buckets = self._own_buckets(transfer)
+            packer = WeightPacker(engine.weight_shards())
+            # A rank that fails alone waits for the others, which send until the controller cancels their calls.
+            with self.ranks.together(call.peers_deadline):
+                packer.check(transfer.sources[self.ranks.rank].slices)
+                send(transfer, buckets, packer, self.buckets, call)
         packed = sum(bucket.nbytes for bucket in buckets)
         return CallResult(fields={"packed_bytes": packed, "buckets": len(buckets)})
 

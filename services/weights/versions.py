@@ -54,8 +54,10 @@ class Versions:
         self.arrived = version
 
     def check_commit(self, transfer: str) -> None:
-        """Raises Refused unless the weights of this transfer have arrived, or are served already."""
-        if not any(each and each.transfer == transfer for each in (self.arrived, self.served)):
+        """Raises Refused unless the weights of this transfer are those that have arrived, or, if none wait, those that
+        are served."""
+        last = self.arrived or self.served
+        if last is None or last.transfer != transfer:
             has = f"transfer {self.arrived.transfer!r} has" if self.arrived else "none has"
             raise Refused(
                 f"transfer {transfer!r} cannot be committed: of the last LoadWeights calls {has} arrived"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -34,6 +37,7 @@ from services.runtime.worker import CallContext
 from services.storage.checkpoint import WeightShard
 from services.weights.copying import Incoming
 from services.weights.packing import WeightPacker
+from services.weights.receive import _wait as wait_and_check
 from services.weights.receive import receive
 
 MakeSource = Callable[..., WeightSource]
@@ -329,6 +333,91 @@ def test_a_receiver_that_cannot_read_in_place_gets_the_same_buckets_packed(make_
         assert all(torch.equal(x, values[name]) for name, x in assembled(wanted, pieces).items())
     assert fetchers[1].traffic().keys() == {"grpc"}
     assert source.store.stat().used_bytes == 0
+
+
+@pytest.mark.parametrize("way", ["memfd", "tcp"], indirect=True)
+def test_a_receiver_that_says_late_that_it_cannot_read_in_place_gets_all(make_source: MakeSource, way: str):
+    """Its first bucket has to be packed when those after it, packed from the start, may fill the arena."""
+    values = {"a": torch.arange(1 << 18).float(), "b": torch.randn(1024, 1024)}
+    wanted = [
+        whole("a", values["a"]),
+        WeightSlice("b", tuple(values["b"].shape), Slice((0, 0), (1024, 700)), "float32"),
+    ]
+    shards = [(name, WeightShard.of_whole(x)) for name, x in values.items()]
+    source = make_source(shards, transports=["memfd", way], arena_mib=3)
+    moved = transfer_to([source], [receiver_of(0, wanted)], bucket_bytes=1 << 20)
+    sent, _ = source.send(moved)
+    time.sleep(0.2)
+    pieces, _ = read_all(moved, 0, fetcher_by([way]))
+    sent.result(5)
+    found = assembled(wanted, pieces)
+    assert torch.equal(found["a"], values["a"])
+    assert torch.equal(found["b"], values["b"][:, :700])
+
+
+def test_a_receiver_of_weights_in_place_is_asked_between_buckets_whether_to_go_on(make_source: MakeSource):
+    big = torch.arange(1 << 18, dtype=torch.float32)
+    source = make_source([("big", WeightShard.of_whole(big))])
+    moved = transfer_to([source], [receiver_of(0, [whole("big", big)])], bucket_bytes=1 << 12)
+    sent, call = source.send(moved)
+
+    received: list[Tensor] = []
+
+    def stop() -> None:
+        if received:
+            raise CallCancelled("stopped")
+
+    def read() -> None:
+        for wanted, values in receive(moved, 0, fetcher_by(["memfd"]), time.monotonic() + 20, check=stop):
+            received.append(torch.empty(wanted.box.shape))
+            values.copy_to(received[-1])
+            time.sleep(0.005)
+
+    with pytest.raises(CallCancelled, match="stopped"):
+        read()
+    assert sum(x.nbytes for x in received) < big.nbytes / 2
+    assert not sent.done()
+    call.cancelled = True
+
+
+def test_a_transfer_that_has_ended_keeps_no_weights(make_source: MakeSource, way: str):
+    values = np.ones(1 << 16, np.float32)
+    weights = torch.from_numpy(values)
+    source = make_source([("big", WeightShard.of_whole(weights))], transports=["memfd", "tcp", "grpc"])
+    moved = transfer_to([source], [receiver_of(0, [whole("big", weights)])])
+    sent, _ = source.send(moved)
+    read_all(moved, 0, fetcher_by([transport_of(way)]))
+    sent.result(5)
+    source.shards.clear()
+    kept = weakref.ref(values)
+    del values, weights, sent
+    source.rest()
+    gc.collect()
+    assert kept() is None
+
+
+def test_receivers_get_the_error_of_a_source_that_fails_before_its_offer(make_source: MakeSource):
+    source, moved = one_to_one(make_source)
+    with pytest.raises(OutOfSpace), source.peer.board.failures_told(moved.id):
+        raise OutOfSpace("no memory for merged weights")
+    begun_s = time.monotonic()
+    with pytest.raises(OutOfSpace, match="no memory for merged weights"):
+        read_all(moved, 0, fetcher_by(["memfd"]))
+    assert time.monotonic() - begun_s < 10
+
+
+def test_a_bucket_that_comes_as_its_wait_ends_is_no_error():
+    class Late(Future[int]):
+        """Has its result when a wait with a limit has just ended without it."""
+
+        def result(self, timeout: float | None = None) -> int:
+            if timeout is not None and not self.done():
+                self.set_result(1)
+                raise TimeoutError
+            return super().result(timeout)
+
+    late = Late()
+    assert wait_and_check(late, lambda: None if late.done() else late.set_result(1)) == 1
 
 
 def test_a_source_learns_what_was_read_in_place_before_a_bucket_that_it_cannot_offer_until_then(

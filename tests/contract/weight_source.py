@@ -84,6 +84,10 @@ class WeightSource:
         packer = WeightPacker(self.shards)
         return self._sender.submit(send, transfer, buckets, packer, self.peer.board, call), call
 
+    def rest(self) -> None:
+        """Waits until the thread that sends has nothing left to do, nor anything of what it did."""
+        self._sender.submit(int).result(20)
+
     def close(self) -> None:
         self._run(self.peer.close())
         self._loop.call_soon_threadsafe(self._loop.stop)

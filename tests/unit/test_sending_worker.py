@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from pathlib import Path
@@ -13,8 +14,9 @@ from nccl_transfer.bucket_board import BucketBoard
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire_weights import slice_from_proto
 from nccl_transfer.store.store import TensorStore
-from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, Refused
+from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, OutOfSpace, Refused
 from rlhf.v1 import common_pb2, weights_pb2, worker_pb2
+from rlhf.v1 import transfer_pb2 as pb
 from services.critic.worker import CriticWorker
 from services.engines.base import EngineOffloaded
 from services.reward.worker import RewardWorker
@@ -126,3 +128,29 @@ def test_a_role_without_weights_says_so():
     assert worker.describe_weights(NO_ROWS, None, context()).fields == {}
     with pytest.raises(InvalidRequest, match="reward has no weights to send"):
         worker.send_weights(NO_ROWS, None, context())
+
+
+def test_a_rank_that_fails_alone_waits_for_the_others_and_tells_its_receivers(
+    critic: CriticWorker, monkeypatch: pytest.MonkeyPatch
+):
+    """Its peers send meanwhile: without the wait, its process would leave as one that may hold them up for ever."""
+    agreed: list[BaseException | None] = []
+
+    def agree(failure: BaseException | None, until: float) -> None:
+        agreed.append(failure)
+        if failure is not None:
+            raise failure
+
+    transfer = transfer_of(critic)
+    monkeypatch.setattr(critic.ranks, "agree", agree)
+    monkeypatch.setattr("services.weights.sending.send", fail_to_send)
+    with pytest.raises(OutOfSpace):
+        send(critic, transfer)
+    assert [type(failure) for failure in agreed] == [type(None), OutOfSpace]
+    asked = pb.TakeBucketRequest(epoch=1, transfer_id="t")
+    with pytest.raises(OutOfSpace, match="the arena is full"):
+        asyncio.run(critic.buckets.take(asked, 5))
+
+
+def fail_to_send(*arguments: object) -> None:
+    raise OutOfSpace("the arena is full")

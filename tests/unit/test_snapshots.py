@@ -6,6 +6,8 @@ import gc
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from pretend_device import DEVICE, Log, pretending
 from torch import Tensor
 
 from services.engines import snapshots
+from services.engines.base import Snapshot
+from services.engines.sharded import snapshot_weights
 from services.engines.snapshots import ReusedMemory, SnapshotMemory, own_mapping
 
 NUM_BYTES = 4 * (1000 + 3)
@@ -110,3 +114,13 @@ def test_copies_one_after_another_are_made_in_the_same_memory_and_two_at_once_ar
     gc.collect()
     assert memory.take(10_000).data_ptr() == address
     assert memory.take(20_000).shape == (20_000,)
+
+
+def test_weights_are_written_to_a_snapshot_only_when_it_has_been_copied(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU that is full, a stream copies it to host memory while the host goes on."""
+    finished: list[str] = []
+    memory = SnapshotMemory(torch.device("cpu"))
+    memory._stream = SimpleNamespace(synchronize=lambda: finished.append("copied"))  # type: ignore[assignment]
+    engine: Any = SimpleNamespace(_snapshots=memory, shards=lambda weights: finished.append("given") or {})
+    assert list(snapshot_weights(engine, Snapshot(0, {}))) == []
+    assert finished == ["copied", "given"]

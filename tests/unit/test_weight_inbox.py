@@ -218,6 +218,17 @@ def test_a_commit_that_comes_twice_does_nothing() -> None:
     assert versions.served == Version("a", 1)
 
 
+def test_a_commit_of_weights_that_are_served_is_none_of_those_that_have_arrived_since() -> None:
+    versions = Versions(second_buffer=True)
+    versions.complete(Version("a", 1))
+    versions.commit()
+    versions.begin()
+    versions.complete(Version("b", 2))
+    with pytest.raises(Refused, match=r"'a' cannot be committed: .* transfer 'b' has arrived"):
+        versions.check_commit("a")
+    versions.check_commit("b")
+
+
 def test_a_rank_that_has_the_weights_commits_a_transfer_without_bytes() -> None:
     wanted = wants(0)
     engine = KeptTensors(wanted, in_memory=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from controller.role_groups.weights import run_together
+from controller.role_groups.weights import run_together, sync_weights
 from rlhf.errors import CallCancelled, PeerFailed, RlhfError, ServiceLost
 
 
@@ -30,3 +32,10 @@ def test_the_error_is_that_of_the_rank_at_fault() -> None:
     for errors, culprit in (([*consequences, full], full), ([full, *consequences, lost], lost)):
         with pytest.raises(type(culprit), match=str(culprit)):
             asyncio.run(run_together([fails(error) for error in errors]))
+
+
+def test_a_receiver_that_is_given_twice_is_an_error() -> None:
+    actor, rollout = (SimpleNamespace(name=name, ranks=object()) for name in ("actor", "rollout"))
+    receivers: list[Any] = [rollout, actor, rollout]
+    with pytest.raises(ValueError, match="to: rollout is given more than once"):
+        sync_weights(actor, receivers)  # type: ignore[arg-type]
