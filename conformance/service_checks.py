@@ -23,7 +23,7 @@ def check_reachable(target: RewardTarget) -> str:
     except grpc.FutureTimeoutError:
         raise Violation(
             f"nothing answers at {target.address} within {target.deadline_s:g} s",
-            "Start the server, or look at host and port; it has to speak gRPC without TLS.",
+            "Start the server, or look at host and port; it has to speak gRPC, without TLS unless --security is given.",
         ) from None
     target.score(target.rows[:1])
     return f"it scored a row within {time.monotonic() - started:.2f} s"

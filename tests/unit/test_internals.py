@@ -7,11 +7,14 @@ import importlib.metadata
 import inspect
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from packaging.requirements import Requirement
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import _utils
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -58,6 +61,13 @@ def test_names_of_torch() -> None:
     assert torch_internals.non_persistent_buffers(module).keys() == {"computed"}
     names = [name for tensors in torch_internals.registered_tensors(module) for name in tensors]
     assert names == ["weight", "bias", "kept", "computed"]
+
+
+def test_names_of_torch_for_process_groups() -> None:
+    """`services.runtime.process_groups` gives all groups of a rank one device of gloo."""
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    assert {"_devices", "_timeout"} <= set(dir(gloo._Options()))
+    assert callable(dist.ProcessGroup._get_backend)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
