@@ -74,6 +74,7 @@ class Setting:
     Attributes:
         mini_batches: Optimizer steps of an iteration.
         micro_batch_tokens: Most tokens in one forward pass.
+        kernels: Setting of the services with a model.
         warm_up, iterations: Those that do not count, and those that do.
     """
 
@@ -82,6 +83,7 @@ class Setting:
     engine: str
     mini_batches: int
     micro_batch_tokens: int
+    kernels: str
     warm_up: int
     iterations: int
 
@@ -126,6 +128,7 @@ def configuration(directory: Path, setting: Setting, *, on_gpu: bool) -> dict[st
             dtype="bfloat16",
             engine=setting.engine,
             micro_batch_tokens=setting.micro_batch_tokens,
+            kernels=setting.kernels,
             **({"mesh": "1-1-1"} if setting.engine == "3d" else {}),
             **({"transports": ["cuda_ipc", "memfd"]} if on_gpu else {}),
             **({} if role == "reference" else {"optimizer": {"learning_rate": LEARNING_RATE}}),
@@ -284,6 +287,13 @@ def bytes_by_transport(metrics: Iterable[Mapping[str, float]]) -> dict[str, int]
     help="Most tokens in one forward pass.",
 )
 @click.option(
+    "--kernels",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "eager", "compiled"]),
+    help="Of norms, gated activations and rotary embeddings.",
+)
+@click.option(
     "--warm-up", default=1, show_default=True, type=click.IntRange(1), help="Iterations not counted."
 )
 @click.option("--iterations", default=3, show_default=True, type=click.IntRange(1), help="Counted ones.")
@@ -301,6 +311,7 @@ def main(
     new_tokens: int,
     mini_batches: int,
     micro_batch_tokens: int,
+    kernels: str,
     warm_up: int,
     iterations: int,
     peak_tflops: float | None,
@@ -316,6 +327,7 @@ def main(
         engine,
         mini_batches,
         micro_batch_tokens,
+        kernels,
         warm_up,
         iterations,
     )
@@ -330,15 +342,18 @@ def main(
         outcome = run(config, directory / "runs")
         stages = read_stages(read_events(outcome / "timeline.json"), counted)
         metrics = list(read_metrics(outcome / "metrics.jsonl", counted))
+        services = json.loads((outcome / "run.json").read_text())["services"]
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
     peak = peak_tflops or known_peak_tflops(device)
     show(stages, setting, metrics, peak)
+    console().print(f"kernels of norms, activations and rotary embeddings: {services['actor']['kernels']}")
     figures = {
         "before": before,
         "after": circumstances(),
         "device": device,
         "peak_tflops": peak,
         "parameters": num_parameters,
+        "kernels": services["actor"]["kernels"],
         "setting": asdict(setting),
         "step_s": [row["time/step_s"] for row in metrics],
         "tokens_per_s": [setting.sizes.tokens / row["time/step_s"] for row in metrics],

@@ -141,7 +141,7 @@ def pass_the_contract(file: str, plugins: Path, directory: Path, *options: str) 
     assert "skipped" not in ran.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(CONTRACT_TIMEOUT_S + 60)
 def test_both_engines_pass_the_published_contracts(plugins: Path, tmp_path: Path) -> None:
     pass_the_contract("plugin_engine_contracts.py", plugins, tmp_path)

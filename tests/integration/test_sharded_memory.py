@@ -14,7 +14,7 @@ from integration.ranks import launch
 from integration.sharded_memory_main import CASES, SEVERAL_FILES
 from integration.test_three_d_memory import RETURN_FREED_MEMORY, SLACK_BYTES
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 pytest.importorskip("services.engines.zero.engine")
 

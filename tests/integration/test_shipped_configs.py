@@ -25,10 +25,7 @@ EXECUTED = {
     "deploy/quickstart/safe_rlhf.toml": "safe_rlhf",
 }
 """The algorithm with which a config is executed in this file."""
-OFTEN = {
-    "deploy/quickstart/disaggregated.toml",
-    "deploy/quickstart/safe_rlhf.toml",
-}
+OFTEN = {"deploy/quickstart/disaggregated.toml"}
 """Configs that `make test-slow` executes; `make test-full` executes all."""
 CHORES = {
     "deploy/pipeline/sft.toml": "pipeline",
