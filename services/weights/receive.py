@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -62,7 +61,7 @@ def receive(
         receiver: Index of this rank in `transfer.receivers`.
         fetcher: Reads from the arenas of the sources, by the first transport that reaches them.
         deadline: Time at which the transfer fails, on the clock of `time.monotonic`, in seconds.
-        check: Called about every CHECK_S seconds, between two buckets or while one is waited for; ends the iterator by
+        check: Called between two buckets, and every CHECK_S seconds while one is waited for; ends the iterator by
             raising.
 
     Yields:
@@ -91,8 +90,7 @@ def receive(
             sources.note_copied(reading.ahead)
             if third:
                 sources.ask(third)
-            if time.monotonic() > sources.checked_s + CHECK_S:  # none is waited for in place
-                sources.go_on(check, reading.ahead)
+            check()  # in place, none is waited for
         sources.note_copied()
         sources.finish(check)
 
@@ -127,8 +125,6 @@ class _Sources:
         self._fetcher, self._deadline = fetcher, deadline
         self.copied: deque[PackedBucket | BucketInPlace] = deque()
         """Buckets of which copies were begun, in order."""
-        self.checked_s = time.monotonic()
-        """When `go_on` was last called, in seconds of `time.monotonic()`."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._copiers = Copiers()
         self._memories: dict[int, ProcessMemory] = {}
@@ -166,13 +162,11 @@ class _Sources:
         asked = self._asked.pop((bucket.source, bucket.number), None)
         return self._thread.submit(self._read, bucket, asked)
 
-    def go_on(self, check: Callable[[], None], most: int = 0) -> None:
-        """Tells the sources what has been read, all but the last `most` buckets that were begun, since they may offer
-        no further one before; then calls `check`."""
-        self.note_copied(most)
+    def go_on(self, check: Callable[[], None]) -> None:
+        """Tells the sources what has been read, since they may offer no further bucket before; then calls `check`."""
+        self.note_copied()
         self.send_notes()
         check()
-        self.checked_s = time.monotonic()
 
     def note_copied(self, most: int = 0) -> None:
         """Calls `note_read` for the first of the buckets in `copied`, until at most `most` are left there."""
