@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nccl_transfer.refs.mesh import Mesh
+from rlhf.errors import OutOfStep
 from services.engines.base import HeldTensor
 from services.engines.generation_shards import GenerationShards
 from services.engines.implementation import compute_dtype
@@ -200,11 +201,21 @@ class VLLMRollout(RolloutEngine):
 
     def _changed(self, change: Callable[[], object]) -> int:
         """Calls `change`; returns the bytes of device memory that it freed or allocated. On a CPU, where vLLM cannot
-        sleep, does not call it and returns 0."""
+        sleep, does not call it and returns 0.
+
+        Raises:
+            OutOfStep: It failed. vLLM frees and allocates its memory piece by piece and cannot undo that, so the
+                process has to exit.
+        """
         if not self._on_gpu:
             return 0
         free, _ = torch.cuda.mem_get_info()
-        change()
+        try:
+            change()
+        except Exception as error:
+            raise OutOfStep(
+                f"rollout engine vllm has lost a part of its memory: {type(error).__name__}: {error}"
+            ) from error
         return abs(torch.cuda.mem_get_info()[0] - free)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf.errors import OutOfStep
 from services.rollout.base import SamplingOptions
 from settings.engines import VllmTable
 
@@ -51,3 +52,20 @@ def test_a_prefix_cache_that_is_not_reset_is_an_error():
     rollout._engine = cast(Any, SimpleNamespace(reset_prefix_cache=lambda: False))
     with pytest.raises(RuntimeError, match="could not reset its prefix cache"):
         rollout._generate([[1]], SamplingOptions(max_new_tokens=1), np.zeros(1), cast(Any, None))
+
+
+@pytest.mark.parametrize("change", ["sleep", "wake"])
+def test_an_engine_that_has_freed_or_taken_a_part_of_its_memory_ends_the_process(
+    change: str, monkeypatch: pytest.MonkeyPatch
+):
+    from services.rollout.vllm import VLLMRollout
+
+    def fail(**options: int) -> None:
+        raise torch.OutOfMemoryError("no pinned memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 2 << 30))
+    rollout = VLLMRollout.__new__(VLLMRollout)
+    rollout._on_gpu, rollout._is_asleep = True, change == "wake"
+    rollout._engine = cast(Any, SimpleNamespace(sleep=fail, wake_up=fail))
+    with pytest.raises(OutOfStep, match="has lost a part of its memory: OutOfMemoryError: no pinned memory"):
+        getattr(rollout, change)()
