@@ -93,12 +93,13 @@ def set_fields(state: Any, stored: Mapping[str, Any], where: str) -> None:
 
 def _to_json(value: Any, where: str, *, is_field: bool = True) -> Any:
     """Returns a value as JSON: a float that is not finite as {"/float": text}, a numpy array as {"/array": [dtype,
-    shape, values]}. Dataclasses may be fields of dataclasses (`is_field`), not elements of collections."""
-    if value is None or isinstance(value, bool | int | str):
+    shape, values]}, a number of numpy likewise without a shape. Dataclasses may be fields of dataclasses (`is_field`),
+    not elements of collections."""
+    if value is None or (isinstance(value, bool | int | str) and not isinstance(value, np.generic)):
         return value
     match value:
-        case np.generic():
-            return _to_json(value.item(), where)
+        case np.generic() if value.dtype.kind in "biuf":
+            return {"/array": [value.dtype.str, None, [_to_json(value.item(), where)]]}
         case float():
             return value if math.isfinite(value) else {"/float": str(value)}
         case list() | tuple() | deque():
@@ -122,7 +123,8 @@ def _like(present: Any, stored: Any, where: str) -> Any:
         case {"/float": text}:
             return float(text)
         case {"/array": [dtype, shape, values]}:
-            return np.array([_like(None, each, where) for each in values], dtype).reshape(shape)
+            made = np.array([_like(None, each, where) for each in values], dtype)
+            return made[0] if shape is None else made.reshape(shape)
         case dict() if dataclasses.is_dataclass(present) and not isinstance(present, type):
             set_fields(present, stored, where)
             return present
@@ -133,4 +135,4 @@ def _like(present: Any, stored: Any, where: str) -> Any:
             if isinstance(present, deque):
                 return deque(values, present.maxlen)
             return tuple(values) if isinstance(present, tuple) else values
-    return type(present)(stored) if isinstance(present, np.generic) else stored
+    return stored

@@ -14,7 +14,7 @@ from controller.role_groups.group import RoleGroup
 from controller.role_groups.roles import RewardGroup
 from controller.tracking.metrics import Sample
 from controller.training.columns import texts_of
-from controller.training.evaluation import ROW, Evaluation, Measured, mean_of_scored, row_scores
+from controller.training.evaluation import ROW, Evaluation, Measured, dropped, mean_of_scored, row_scores
 from controller.training.rewards import Reward
 from controller.training.roles import Actor
 from nccl_transfer.refs.batch import LocalColumn
@@ -70,7 +70,7 @@ class PolicyEvaluation:
         for source in dict.fromkeys(sources.tolist()):
             measured[f"{_name(shares[source])}_{source}"] = mean_of_scored(scores[sources == source])
         others = {name: each for name, each in values.items() if name not in (SCORES, SOURCES)}
-        return measured | {name: mean_of_scored(each) for name, each in others.items()}
+        return measured | {name: mean_of_scored(each) for name, each in others.items()} | dropped(scores)
 
     def _other_rewards(self) -> list[str]:
         """Returns the names of the rewards and costs that are measured too: reward services that are part of no

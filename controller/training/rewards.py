@@ -179,12 +179,10 @@ class Reward:
 
     def score_for_eval(self, batch: FutureBatch) -> FutureBatch:
         """Scores rows for an evaluation. Returns and raises as `compute_reward`, except with policy drop_group: then
-        waits, and returns only column rewards, in which a row that could not be scored has NaN; metric
-        reward/rows_dropped counts such rows."""
+        waits, and returns only column rewards, in which a row that could not be scored has NaN."""
         if self._failures.policy != "drop_group":
             return self.compute_reward(batch)
         settled = self._settle(batch)
-        self._step_of(batch).note("reward/rows_dropped", len(settled.causes))
         verdicts = [
             unscored(settled) if row in settled.causes else verdict
             for row, verdict in enumerate(settled.verdicts)

@@ -349,6 +349,18 @@ class TestKept:
         np.testing.assert_array_equal(found.inner.values, given.inner.values)
         assert found.inner.values.dtype == np.float32
 
+    def test_numbers_of_numpy_come_back_as_such_whatever_the_algorithm_begins_with(self) -> None:
+        """Sums of float32 round otherwise than those of Python's floats."""
+        given = Everything(np.float32(0.1), np.int16(3), np.bool_(True))  # type: ignore[arg-type]
+        given.recent.append(np.float32(math.inf))  # type: ignore[arg-type]
+        kept = KeptState()
+        kept.add("all", given)
+        found = Everything()
+        through_json(kept).add("all", found)
+        numbers: list[Any] = [found.number, found.count, found.flag, found.recent[0]]
+        assert [each.dtype for each in numbers] == [np.float32, np.int16, np.bool_, np.float32]
+        assert numbers == [np.float32(0.1), 3, True, math.inf]
+
     def test_another_algorithm_is_refused(self) -> None:
         kept = KeptState()
         kept.add("kl", FixedKL(0.5))
