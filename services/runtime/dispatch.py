@@ -22,6 +22,10 @@ from services.runtime.worker import Registration
 
 DISPATCH = SERVICES["worker"]["Dispatch"]
 
+MOST_ANSWERS = 1 << 13
+"""Most calls of a stream that wait for their end or for their answer to be written; at this number no further message
+of the stream is read until one is answered."""
+
 StatusOf = Callable[[Exception, str, str], status_pb2.Status]
 """Function that returns the gRPC status of an error, given the error, the name of the method and the id of the call."""
 
@@ -94,6 +98,8 @@ class DispatchStream:
             answer = asyncio.create_task(self._answer(message, response, call_id))
             self._answering.add(answer)
             answer.add_done_callback(self._answering.discard)
+            if len(self._answering) >= MOST_ANSWERS:
+                await asyncio.wait(self._answering, return_when=asyncio.FIRST_COMPLETED)
 
     def _start(self, message: worker_pb2.DispatchRequest) -> tuple[asyncio.Future[Any], str]:
         """Queues a call, or joins the known one with its id; returns a future of its response or error, and the
@@ -130,12 +136,16 @@ class DispatchStream:
         """Waits for a call as `_ended` does, and writes its response or its error to the stream; if a request with
         `only_known` times out, DeadlineExceeded, and the call goes on."""
         answer = worker_pb2.DispatchResponse(number=message.number)
+        ended: Any = None
         try:
-            answer.response = (await self._ended(message, response, call_id)).SerializeToString()
+            ended = await self._ended(message, response, call_id)
         except Exception as error:  # noqa: BLE001 - told to the caller
             method = message.method.rpartition("/")[2]
             answer.status = self._status_of(error, method, call_id).SerializeToString()
         async with self._writing:
+            # Not before its turn: a client that does not read would make each of its requests a copy.
+            if ended is not None:
+                answer.response = ended.SerializeToString()
             await self._context.write(answer)
 
     async def _ended(

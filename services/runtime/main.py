@@ -26,6 +26,7 @@ from rlhf.plugins import load_object
 from rlhf.rendezvous import VARIABLE
 from rlhf.roles import find_role
 from services.runtime import gpus
+from services.runtime.file_limit import raise_file_limit
 from services.runtime.hosts import host_addresses, network_interfaces
 from services.runtime.huge_pages import use_huge_pages
 from services.runtime.ranks import Ranks
@@ -98,6 +99,7 @@ def command(role: str, worker_class: WorkerChoice | None = None) -> click.Comman
         )
         try:
             _die_with_launcher()
+            raise_file_limit()
             use_huge_pages()
             _remove_torchrun_directories()
             _warn_of_open_store()

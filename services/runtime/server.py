@@ -38,6 +38,7 @@ from rlhf.security import current
 from rlhf.v1 import worker_pb2
 from services.runtime.boundary import Handler, RpcBoundary, timeout_s
 from services.runtime.execution import CallQueue
+from services.runtime.file_limit import most_connections
 from services.runtime.hosts import check_reachable, host_addresses
 from services.runtime.transfer_handlers import TransferHandlers
 from services.runtime.worker import Worker, registered_methods
@@ -49,11 +50,9 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.max_allowed_incoming_connections", 4096),
-    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),
 )
-"""gRPC options of a rank's server. A rank has a connection from each rank that reads its rows over grpc or relays them,
-and from the controller."""
+"""gRPC options of a rank's server."""
 
 
 def _device_arena(
@@ -110,7 +109,8 @@ class RankServer:
         self.sources = Sources(self.store, self._hosts.listen.strip("[]"), offered)
         try:
             classes = {each.path: each.access for some in self._services().values() for each in some.values()}
-            server, self._guard = open_server(SERVER_OPTIONS, classes)
+            most = ("grpc.max_allowed_incoming_connections", most_connections())
+            server, self._guard = open_server((*SERVER_OPTIONS, most), classes)
             self.port = self._bind(server, self.worker.table)
             ranks_info = self._meet_peers(self.port)
             # Not before: the loop handles no signal while ranks wait here for a rank that has failed.
