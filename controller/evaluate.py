@@ -96,5 +96,7 @@ def _actor(config: Config) -> str:
     """Returns the name of the service with the policy. Raises ConfigError where there is none."""
     names = [name for name, table in config.services.items() if table.role == "actor"]
     if not names:
-        raise ConfigError("an evaluation measures the policy of a service of role actor, and the config has none")
+        raise ConfigError(
+            "an evaluation measures the policy of a service of role actor, and the config has none"
+        )
     return "actor" if "actor" in names else names[0]

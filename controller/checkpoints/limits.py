@@ -36,7 +36,9 @@ def row_limits(config: Config, services: Services, before: Mapping[str, int | No
         return prompts, texts
     response = config.rollout.max_response_tokens
     return (
-        _as_before(PROMPTS, prompts, before[PROMPTS], _too_small(config, services, before[PROMPTS], response)),
+        _as_before(
+            PROMPTS, prompts, before[PROMPTS], _too_small(config, services, before[PROMPTS], response)
+        ),
         _as_before(TEXTS, texts, before[TEXTS], _too_small(config, services, before[TEXTS], 1)),
     )
 

@@ -12,6 +12,7 @@ from controller.config.data import DataTable
 from controller.config.devices import check_names
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
+from rlhf.addresses import spelled_out
 from settings.actor import ActorTable
 from settings.critic import CriticTable
 from settings.rollout import RolloutServiceTable
@@ -85,14 +86,15 @@ def check_values(services: Services) -> None:
 
 
 def check_addresses(services: Services) -> None:
-    """Raises ValueError where two services have the same address."""
-    seen: dict[str, str] = {}
+    """Raises ValueError where two services have the same address, also in two spellings."""
+    seen: dict[tuple[str, int], str] = {}
     for name, table in services.items():
-        if table.address in seen:
-            raise ValueError(
-                f"services.{name}.address: {table.address} is taken by services.{seen[table.address]}"
-            )
-        seen[table.address] = name
+        for place in spelled_out(table.address):
+            if (other := seen.setdefault(place, name)) != name:
+                raise ValueError(
+                    f"services.{name}.address: {table.address} is taken by services.{other}, whose address is "
+                    f"{services[other].address}"
+                )
 
 
 def check_batch(

@@ -108,8 +108,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 def test_a_checkpoint_of_every_algorithm_with_a_policy_is_evaluated(
     algorithm: str, tmp_path: Path, plans: list[Plan]
 ) -> None:
+    place = checkpoint_of(algorithm, tmp_path)
     with pytest.raises(Opened):
-        evaluate(place := checkpoint_of(algorithm, tmp_path))
+        evaluate(place)
     assert plans[0].loads == {"actor": place / "actor"}
     assert {table.role for table in plans[0].config.services.values()} <= {"actor", "reward"}
 

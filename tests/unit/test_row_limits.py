@@ -63,10 +63,14 @@ def services(config: Config, positions: int = 1000) -> dict[str, worker_pb2.Desc
 def drawn(config: Config, before: dict[str, int | None] | None) -> list[str]:
     data, _ = load_data(config)
     limit, _ = row_limits(config, services(config), before)
-    return [row.text for row in draw(data, Loader(data.sizes, [1.0], 3), 12, limit, lambda prompt: prompt.text)]
+    return [
+        row.text for row in draw(data, Loader(data.sizes, [1.0], 3), 12, limit, lambda prompt: prompt.text)
+    ]
 
 
-def test_a_run_goes_on_with_the_same_rows_where_its_services_can_read_longer_ones(model: Path, rows: Path) -> None:
+def test_a_run_goes_on_with_the_same_rows_where_its_services_can_read_longer_ones(
+    model: Path, rows: Path
+) -> None:
     one, other = config(model, rows, most=15), config(model, rows, most=30)
     check_config(one.model_dump(mode="json"), other.model_dump(mode="json"), elsewhere=True)
     stored = limits_as_json(row_limits(one, services(one)))
@@ -75,7 +79,9 @@ def test_a_run_goes_on_with_the_same_rows_where_its_services_can_read_longer_one
     assert drawn(other, None) != drawn(one, None)
 
 
-def test_a_run_whose_rows_services_cannot_read_is_refused_with_keys_and_value(model: Path, rows: Path) -> None:
+def test_a_run_whose_rows_services_cannot_read_is_refused_with_keys_and_value(
+    model: Path, rows: Path
+) -> None:
     small = config(model, rows, most=15, pretrain=rows)
     keys = "services.actor.micro_batch_tokens, services.actor.rollout_tokens"
     with pytest.raises(ConfigError) as raised:
@@ -85,7 +91,9 @@ def test_a_run_whose_rows_services_cannot_read_is_refused_with_keys_and_value(mo
         "(services.actor, 15 less rollout.max_response_tokens), so the run would go on with other rows; "
         f"set {keys} to at least 30"
     )
-    with pytest.raises(ConfigError, match=f"texts had up to 29 tokens .* up to 14 .* set {keys} to at least 30"):
+    with pytest.raises(
+        ConfigError, match=f"texts had up to 29 tokens .* up to 14 .* set {keys} to at least 30"
+    ):
         row_limits(small, services(small), {"prompts": 5, "texts": 29})
     enough = config(model, rows, most=30, pretrain=rows)
     assert limits_as_json(row_limits(enough, services(enough), {"prompts": 20, "texts": 29})) == {
@@ -104,12 +112,16 @@ def test_a_run_that_counted_no_tokens_counts_none(model: Path, rows: Path, tmp_p
     given = config(model, rows, most=15)
     assert row_limits(given, services(given), {"prompts": None, "texts": None}) == (None, None)
     uncounted = config(tmp_path, rows, most=15)
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: prompts of more than 5 tokens were left out .* counted"):
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer: prompts of more than 5 tokens were left out .* counted"
+    ):
         row_limits(uncounted, services(uncounted), {"prompts": 5, "texts": None})
 
 
 @pytest.mark.parametrize("most", [15, 30])
-def test_services_are_refused_before_anything_changes(most: int, model: Path, rows: Path, tmp_path: Path) -> None:
+def test_services_are_refused_before_anything_changes(
+    most: int, model: Path, rows: Path, tmp_path: Path
+) -> None:
     facts = {"platform": {}, "limits": {"prompts": 20, "texts": None}}
     write(CheckpointStore(tmp_path), 4, content={**STATE, "facts": facts})
     given = config(model, rows, most=most)
