@@ -205,13 +205,16 @@ def check_truncation(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
 
 def check_best(checkpoint: CheckpointTable, run: RunTable) -> None:
     """Raises ValueError where the best checkpoint is chosen by a metric of evaluations, and no step has both an
-    evaluation and a checkpoint."""
+    evaluation and a checkpoint. The last step has an evaluation in any case."""
     if not checkpoint.best.startswith("evaluation/"):
+        return
+    if checkpoint.at_end or run.steps % checkpoint.every == 0:
         return
     if not run.evaluate_every or math.lcm(run.evaluate_every, checkpoint.every) > run.steps:
         raise ValueError(
             f"checkpoint.best: no step up to run.steps, {run.steps}, has both an evaluation (run.evaluate_every "
-            f"{run.evaluate_every}) and a checkpoint (checkpoint.every {checkpoint.every})"
+            f"{run.evaluate_every}, and the last step) and a checkpoint (checkpoint.every {checkpoint.every}); "
+            "checkpoint.at_end = true writes one after the last step"
         )
 
 
