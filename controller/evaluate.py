@@ -12,7 +12,7 @@ from controller.job import FinishedRun
 from controller.opening import open_planned
 from controller.plan import Plan
 from controller.tracking.progress import Progress
-from controller.training.algorithm import Algorithm
+from controller.training.algorithm import Algorithm, UnreadOptions
 from controller.training.pass_at_k import sampled_evaluation
 from controller.training.run import Run
 from rlhf.errors import ConfigError
@@ -46,14 +46,15 @@ def evaluate(
         launch, take_over: As in `controller.job.run`.
 
     Raises:
-        ConfigError: The directory is neither, or the config cannot be used.
+        ConfigError: The directory is neither, or the config cannot be used or has no actor.
         RlhfError: A file of the checkpoint is damaged, or the evaluation failed.
     """
     point = None if (directory / MODEL_FILE).is_file() else ResumePoint.at(directory)
     config = _config(directory, point, config_path, settings)
-    plan = Plan.of(Algorithm(evaluation, trains=_actor(config)), config)
+    actor = _actor(config)
+    plan = Plan.of(Algorithm(evaluation, options=UnreadOptions, trains=actor), config)
     if point:
-        plan = replace(plan, loads={_actor(config): point.place_of(_actor(config))})
+        plan = replace(plan, loads={actor: point.place_of(actor)})
     with open_planned(plan, Progress(), launch=launch, take_over=take_over) as opened:
         measured = evaluation(opened, samples, solved_at)
         opened.recorder.summary({"evaluated": str(directory), **measured})
@@ -94,6 +95,8 @@ def _config(
 def _actor(config: Config) -> str:
     """Returns the name of the service with the policy. Raises ConfigError where there is none."""
     names = [name for name, table in config.services.items() if table.role == "actor"]
-    if "actor" in names or not names:
-        return "actor"
-    return names[0]
+    if not names:
+        raise ConfigError(
+            "an evaluation measures the policy of a service of role actor, and the config has none"
+        )
+    return "actor" if "actor" in names else names[0]

@@ -16,6 +16,7 @@ from controller.plan import Plan
 from controller.role_groups.cluster import spare_garbage_collector
 from controller.tracking.metrics import read_metrics
 from controller.tracking.progress import Progress
+from controller.training.algorithm import Algorithm, UnreadOptions
 from controller.training.run import Run
 
 
@@ -124,9 +125,12 @@ def by_hand(run: Run) -> None:
     services of the configuration."""
 
 
+BY_HAND = Algorithm(by_hand, options=UnreadOptions)
+
+
 def open_run(
     config: AnyConfig,
-    algorithm: AnyAlgorithm = by_hand,
+    algorithm: AnyAlgorithm = BY_HAND,
     *,
     launch: bool = False,
     keep_weights: bool = False,
@@ -138,7 +142,7 @@ def open_run(
     Args:
         config, launch, keep_weights, take_over: The same as the arguments of `run` of these names.
         algorithm: Algorithm whose services, defaults and options the run gets; it is not executed. Default: none; all
-            services of the configuration.
+            services of the configuration, whose `[algorithm.options]` are not checked.
 
     Raises:
         RlhfError: The configuration cannot be used, or a service does not start or respond.

@@ -13,11 +13,12 @@ from typing import Any
 from client.session import Session, StepContext
 from controller.checkpoints.facts import platform_of
 from controller.checkpoints.journal import Journal, remove_journal
+from controller.checkpoints.limits import Limits, limits_as_json, row_limits
 from controller.checkpoints.saver import Checkpointer
 from controller.checkpoints.store import CheckpointStore
 from controller.checkpoints.termination import Termination
 from controller.config.config import Config
-from controller.data.draws import Limit, longest_prompt, overlong_share, prompt_limit, text_limit
+from controller.data.draws import Limit, longest_prompt, overlong_share
 from controller.data.prompts import PromptData
 from controller.foresight import arena_warnings
 from controller.launch import LaunchedServices
@@ -82,8 +83,8 @@ def open_planned(
         # With the measured libraries in the file, a later run of it computes the same bits.
         config = with_chosen(config, cluster.descriptions)
         directory.write_text(CONFIG_FILE, plan.resolved(config))
-        services = cluster.token_services()
-        limits = prompt_limit(config, services), text_limit(config, services)
+        before = plan.resumes.facts.get("limits") if plan.resumes else None
+        limits = row_limits(config, cluster.token_services(), before)
         if line := _limit_line(plan.data, limits[0]):
             progress.message(line)
         progress.message(f"run directory: {directory.path}")
@@ -91,7 +92,7 @@ def open_planned(
         known = plan.identity.with_services(cluster.descriptions, cluster.origins)
         recorder = opened.enter_context(Recorder(directory, progress, known))
         opened.enter_context(recorder.following(cluster.running, cluster.memory))
-        saver = _checkpointer(plan, config, cluster, recorder, known, termination or Termination())
+        saver = _checkpointer(plan, config, cluster, recorder, known, limits, termination or Termination())
         if saver:
             opened.callback(saver.close)
         resumed = plan.resumes.run if plan.resumes else None
@@ -178,6 +179,7 @@ def _checkpointer(
     cluster: Cluster,
     recorder: Recorder,
     identity: Mapping[str, Any],
+    limits: Limits,
     termination: Termination,
 ) -> Checkpointer | None:
     """Makes the writer of the checkpoints of a connected run; None where it writes none.
@@ -188,6 +190,7 @@ def _checkpointer(
         cluster: Connected services.
         recorder: Writes the files of the run.
         identity: Identity of the run as JSON values.
+        limits: Limits on the length of the rows that it draws.
         termination: Handlers of SIGTERM of this process.
     """
     if not config.checkpoint.is_on:
@@ -197,6 +200,7 @@ def _checkpointer(
         "config": plan.algorithm.resolved(config),
         "contents": plan.contents,
         "platform": platform_of(cluster.descriptions),
+        "limits": limits_as_json(limits),
     }
     return Checkpointer(
         config.checkpoint,

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from controller.checkpoints.facts import check_platform, platform_of
+from controller.checkpoints.limits import row_limits
 from controller.checkpoints.resume_point import ResumePoint
 from controller.plan import Plan
 from controller.role_groups.cluster import Restoration, SavedState
+from controller.role_groups.discovery import reads_tokens
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
 
@@ -39,9 +41,13 @@ class Restorer:
         return Restoration({*self._stateful, *self._point.states}, self._choose)
 
     def admit(self, services: Services) -> None:
-        """Raises ConfigError where the services do not compute as those did that the run had at its point."""
-        now = platform_of(services)
-        check_platform(self._point.facts["platform"], now, elsewhere=self.plan.elsewhere)
+        """Raises ConfigError where the services do not compute as those did that the run had at its point, or do not
+        read rows as long as those."""
+        facts, now = self._point.facts, platform_of(services)
+        check_platform(facts["platform"], now, elsewhere=self.plan.elsewhere)
+        if before := facts.get("limits"):
+            readers = {name: each for name, each in services.items() if reads_tokens(each)}
+            row_limits(self.plan.config, readers, before)
 
     def line(self) -> str:
         """Returns a line for the terminal: after which step the run goes on, and what was loaded for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 
 from controller.config.config import Config
@@ -12,6 +13,7 @@ from rlhf.errors import ConfigError
 from settings.fit import check_model_fits
 from settings.hub import DESCRIPTION, fetch
 from settings.services import Service
+from settings.transports import check_transport
 
 
 def check(config: Config, names: list[str]) -> None:
@@ -19,8 +21,9 @@ def check(config: Config, names: list[str]) -> None:
 
     Raises:
         ConfigError: torch or another package that they need is not installed, a model directory does not exist,
-            a model does not divide over its mesh, an address cannot be served or is open to other hosts in plaintext,
-            or a file of `[security]` cannot be read.
+            a model does not divide over its mesh or has no room for a prompt beside a response, a transport is unknown,
+            an address cannot be served, is that of another service or is open to other hosts in plaintext, or a file of
+            `[security]` cannot be read.
     """
     for name in names:
         check_torch(name, config.services[name])
@@ -29,9 +32,12 @@ def check(config: Config, names: list[str]) -> None:
     for name in names:
         check_model(name, config.services[name])
     for name in names:
-        check_model_fits(name, config.services[name])
+        check_model_fits(name, config.services[name], config.rollout.max_response_tokens)
+    for name in names:
+        check_transports(name, config.services[name])
     for name in names:
         check_address(name, config.services[name])
+    check_ports({name: config.services[name] for name in names})
     security = config.security.load()
     for name in names:
         table = config.services[name]
@@ -70,6 +76,33 @@ def check_model(name: str, table: Service) -> None:
     relative = "" if model.is_absolute() else f" (relative to the working directory {Path.cwd()})"
     problem = f"directory {model} has no config.json" if model.is_dir() else f"there is no directory {model}"
     raise ConfigError(f"services.{name}.model: {problem}{relative}")
+
+
+def check_transports(name: str, table: Service) -> None:
+    """Raises ConfigError where the service names a transport that is not known on this host."""
+    for transport in table.transports:
+        try:
+            check_transport(transport)
+        except ValueError as error:
+            raise ConfigError(f"services.{name}.transports: {error}") from None
+
+
+def check_ports(services: Mapping[str, Service]) -> None:
+    """Raises ConfigError where two services of this host would listen on the same address, under whatever names.
+
+    Args:
+        services: Tables of the services by name, whose addresses are those of this host (`check_address`).
+    """
+    seen: list[tuple[str, Service, frozenset[tuple[str, int]]]] = []
+    for name, table in services.items():
+        here = addresses.listening(table.bind_address)
+        for other, its, there in seen:
+            if any(addresses.overlap(one, two) for one in here for two in there):
+                raise ConfigError(
+                    f"services.{name}.{table.bind_key}: {table.bind_address} is taken by services.{other}, which "
+                    f"listens on {its.bind_address}"
+                )
+        seen.append((name, table, here))
 
 
 def check_address(name: str, table: Service) -> None:

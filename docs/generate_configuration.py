@@ -125,6 +125,8 @@ def _rows(fields: dict[str, FieldInfo]) -> Iterator[str]:
 
 def _type(annotation: object) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type(arguments[0])
     if origin is typing.Literal:
         return " or ".join(f"`{_toml(value)}`" for value in arguments)
     if origin in (types.UnionType, typing.Union):

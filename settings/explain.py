@@ -18,10 +18,10 @@ Details = Mapping[str, Any]
 
 _MUST: dict[str, str | Callable[[Mapping[str, Any]], str]] = {
     "literal_error": lambda context: f"must be {context['expected']}",
-    "greater_than_equal": lambda context: f"must be at least {context['ge']:g}",
-    "greater_than": lambda context: f"must be above {context['gt']:g}",
-    "less_than_equal": lambda context: f"must be at most {context['le']:g}",
-    "less_than": lambda context: f"must be below {context['lt']:g}",
+    "greater_than_equal": lambda context: f"must be at least {_number(context['ge'])}",
+    "greater_than": lambda context: f"must be above {_number(context['gt'])}",
+    "less_than_equal": lambda context: f"must be at most {_number(context['le'])}",
+    "less_than": lambda context: f"must be below {_number(context['lt'])}",
     "too_short": lambda context: f"must have at least {context['min_length']} values",
     "too_long": lambda context: f"must have at most {context['max_length']} values",
     "finite_number": "must be finite",
@@ -54,6 +54,11 @@ def explain(
     if len(mistakes) > SHOWN:
         lines.append(f"and {len(mistakes) - SHOWN} more")
     return "; ".join(lines)
+
+
+def _number(number: float) -> str:
+    """Returns a number as text, a whole one with all of its digits."""
+    return str(int(number)) if number == int(number) else f"{number:g}"
 
 
 def _mistake(details: Details, tables: Any, kind: type[BaseModel] | None, prefix: tuple[str, ...]) -> str:

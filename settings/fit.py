@@ -1,4 +1,4 @@
-"""Checks that the model of a service can be divided over the meshes in its table."""
+"""Checks that the model of a service can be divided over the meshes in its table, and reads rows of a length."""
 
 from __future__ import annotations
 
@@ -9,26 +9,42 @@ from typing import Any
 from rlhf.errors import ConfigError
 from settings import meshes
 from settings.actor import ActorTable
-from settings.model import ModelTable
+from settings.model import LoadedModelTable, ModelTable
 from settings.rollout import RolloutServiceTable
 from settings.service import ServiceTable
 
+POSITIONS = "max_position_embeddings"
+"""Key of a config.json: maximum number of tokens of a row."""
 
-def check_model_fits(name: str, table: ServiceTable) -> None:
-    """Checks that the model of a service can be divided over its meshes. A model whose config.json this host cannot
-    read passes.
+
+def check_model_fits(name: str, table: ServiceTable, response_tokens: int = 0) -> None:
+    """Checks that the model of a service can be divided over its meshes, and that a prompt fits into a row beside a
+    response. A model whose config.json this host cannot read passes.
 
     Args:
         name: Name of the service.
         table: Table of the service.
+        response_tokens: Maximum length of a response, in tokens. Default: unknown, which passes.
 
     Raises:
         ConfigError: The model cannot be divided over `mesh` or `generation_mesh`, or the rollout engine cannot generate
-            with it. The text says why and, for meshes, lists the nearest that fit.
+            with it, or it has no more positions than a response has tokens. The text says why and, for meshes, lists
+            the nearest that fit.
     """
-    if not isinstance(table, ModelTable | RolloutServiceTable):
+    if not isinstance(table, LoadedModelTable):
         return
     shape = read_shape(table.model_directory)
+    if 0 < shape.get(POSITIONS, 0) <= response_tokens:
+        raise ConfigError(
+            f"rollout.max_response_tokens: {response_tokens} leave no room for a prompt in services.{name}, whose "
+            f"model {table.model} reads rows of up to {shape[POSITIONS]} tokens in all ({POSITIONS})"
+        )
+    if isinstance(table, ModelTable | RolloutServiceTable):
+        _check_meshes(name, table, shape)
+
+
+def _check_meshes(name: str, table: ModelTable | RolloutServiceTable, shape: meshes.Shape) -> None:
+    """Raises ConfigError where a model of this shape cannot be divided over the meshes of its service."""
     try:
         if table.mesh:
             meshes.check(table.mesh, table.ranks, shape)

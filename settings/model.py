@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -22,14 +22,16 @@ from settings.hub import local_directory
 from settings.service import ServiceTable
 from settings.strict import Positive, Strict
 
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
 
 class OptimizerTable(Strict):
     """Settings of the optimizer, AdamW (Loshchilov & Hutter 2019)."""
 
     learning_rate: float = Field(default=1e-5, ge=0)
     """Learning rate after warm-up."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates beta1 and beta2 of the first and second moment."""
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
+    """Decay rates beta1 and beta2 of the first and second moment, each at least 0 and below 1."""
     eps: float = Field(default=1e-8, gt=0)
     """Epsilon, added to the square root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)

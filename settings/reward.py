@@ -12,7 +12,7 @@ from settings.engines import Spec, ZeroTable, training_engine
 from settings.hub import local_directory
 from settings.model import OptimizerTable
 from settings.service import ServiceTable
-from settings.strict import Positive, Strict
+from settings.strict import Positive, Seconds, Strict
 
 
 class SandboxTable(Strict):
@@ -20,7 +20,7 @@ class SandboxTable(Strict):
 
     workers: int = Field(default=0, ge=0)
     """Number of programs that run at the same time. 0: one per CPU core."""
-    wall_time_s: float = Field(default=20.0, gt=0)
+    wall_time_s: Seconds = 20.0
     """Time limit of all tests of a program together, in seconds of wall time. A value above `cpu_time_s` leaves
     programs enough time on a busy machine."""
     cpu_time_s: Positive = 10
@@ -73,11 +73,11 @@ class JudgeTable(Strict):
     """Maximum length of the judge's answer, in tokens."""
     concurrency: Positive = 8
     """Maximum number of requests in flight at the same time."""
-    request_timeout_s: float = Field(default=60.0, gt=0)
+    request_timeout_s: Seconds = 60.0
     """Timeout of one request, in seconds."""
     retries: int = Field(default=4, ge=0)
     """Maximum number of retries of a request when the endpoint cannot be reached, is busy (429) or fails (5xx)."""
-    backoff_s: float = Field(default=0.5, gt=0)
+    backoff_s: Seconds = 0.5
     """Wait before the first retry, in seconds, doubled before each further one; or the endpoint's Retry-After where
     that is longer."""
     api_key_variable: str = ""
@@ -128,7 +128,7 @@ class RewardTable(ServiceTable):
     """For kind function: number of processes that the function runs in, so that it may hang or crash: its process is
     killed, and the row has the cause in place of a score. 0: the function runs in the service itself; math runs in
     one process per CPU core."""
-    row_timeout_s: float = Field(default=10.0, gt=0)
+    row_timeout_s: Seconds = 10.0
     """For kind function with processes: time limit of one row, or of one group for a function that scores groups, in
     seconds. math also limits the CPU time of a response to 2 s."""
     model: Path | None = None

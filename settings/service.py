@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from rlhf import addresses
 from settings.engines import Spec
-from settings.strict import Positive, Strict
+from settings.strict import Positive, Seconds, Strict
 
 
 class ServiceTable(Strict):
@@ -63,9 +63,9 @@ class ServiceTable(Strict):
     transports: tuple[str, ...] = ()
     """Names of the transports that this service reads rows of other ranks with, in order of preference; one of another
     package may be given as `module:object`. Empty: all that are available."""
-    startup_timeout_s: float = Field(default=120.0, gt=0)
+    startup_timeout_s: Seconds = 120.0
     """Timeout, in seconds, from the launch of the service until it is healthy."""
-    stuck_timeout_s: float = Field(default=60.0, gt=0)
+    stuck_timeout_s: Seconds = 60.0
     """Longest time, in seconds, that a call past its deadline may go on without progress (micro-batches, tokens,
     rows, files). After it the call counts as stuck and the rank exits, which ends the service."""
     output_roots: tuple[Path, ...] = ()

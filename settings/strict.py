@@ -19,6 +19,10 @@ from settings.explain import explain
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
+LONGEST_S = 30 * 86_400.0
+"""Longest time limit, in seconds (30 days); timers overflow at larger ones."""
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+"""A time limit in seconds."""
 
 
 class Strict(BaseModel):

@@ -67,7 +67,7 @@ ELSEWHERE = frozenset(
     }
 )
 """Keys of a service's table that may also differ where the run is resumed elsewhere: they change the order of
-arithmetic alone."""
+arithmetic alone. How long rows may be follows from some of them, and is compared by itself (`limits`)."""
 _NUMBER = re.compile(r"\.\d+\.")
 
 

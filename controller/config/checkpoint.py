@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from settings.strict import Positive, Strict
+from settings.strict import LONGEST_S, Positive, Strict
 
 
 class CheckpointTable(Strict):
@@ -23,7 +23,7 @@ class CheckpointTable(Strict):
     newest ones. Checkpoints of steps without the metric do not count. Empty: none."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Direction in which the metric `best` is better."""
-    grace_s: float = Field(default=20.0, ge=0)
+    grace_s: float = Field(default=20.0, ge=0, le=LONGEST_S)
     """Time, in seconds, that the command has after SIGTERM to finish its step and write a checkpoint before it ends.
     After it, or at a second SIGTERM, it ends without. 0: it ends at once. Without `every` and `at_end` it has no
     meaning."""

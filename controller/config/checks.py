@@ -12,6 +12,7 @@ from controller.config.data import DataTable
 from controller.config.devices import check_names
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
+from rlhf.addresses import spelled_out
 from settings.actor import ActorTable
 from settings.critic import CriticTable
 from settings.rollout import RolloutServiceTable
@@ -85,14 +86,15 @@ def check_values(services: Services) -> None:
 
 
 def check_addresses(services: Services) -> None:
-    """Raises ValueError where two services have the same address."""
-    seen: dict[str, str] = {}
+    """Raises ValueError where two services have the same address, also in two spellings."""
+    seen: dict[tuple[str, int], str] = {}
     for name, table in services.items():
-        if table.address in seen:
-            raise ValueError(
-                f"services.{name}.address: {table.address} is taken by services.{seen[table.address]}"
-            )
-        seen[table.address] = name
+        for place in spelled_out(table.address):
+            if (other := seen.setdefault(place, name)) != name:
+                raise ValueError(
+                    f"services.{name}.address: {table.address} is taken by services.{other}, whose address is "
+                    f"{services[other].address}"
+                )
 
 
 def check_batch(
@@ -203,13 +205,16 @@ def check_truncation(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
 
 def check_best(checkpoint: CheckpointTable, run: RunTable) -> None:
     """Raises ValueError where the best checkpoint is chosen by a metric of evaluations, and no step has both an
-    evaluation and a checkpoint."""
+    evaluation and a checkpoint. The last step has an evaluation in any case."""
     if not checkpoint.best.startswith("evaluation/"):
+        return
+    if checkpoint.at_end or run.steps % checkpoint.every == 0:
         return
     if not run.evaluate_every or math.lcm(run.evaluate_every, checkpoint.every) > run.steps:
         raise ValueError(
             f"checkpoint.best: no step up to run.steps, {run.steps}, has both an evaluation (run.evaluate_every "
-            f"{run.evaluate_every}) and a checkpoint (checkpoint.every {checkpoint.every})"
+            f"{run.evaluate_every}, and the last step) and a checkpoint (checkpoint.every {checkpoint.every}); "
+            "checkpoint.at_end = true writes one after the last step"
         )
 
 

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from settings.strict import Positive, Strict
+from settings.strict import Positive, Seconds, Strict
+
+MAX_NAME_BYTES = 200
+"""Maximum size of a run's name in UTF-8: with algorithm and time it names a directory, by at most 255 bytes."""
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError where the name of a run cannot be part of the name of its directory."""
+    if not name or "/" in name or "\0" in name or name in (".", "..") or len(name.encode()) > MAX_NAME_BYTES:
+        raise ValueError(
+            f"{name!r} cannot be part of a directory's name: it needs 1 to {MAX_NAME_BYTES} bytes, without / and NUL, "
+            "and must not be . or .."
+        )
 
 
 class RunTable(Strict):
@@ -16,8 +28,8 @@ class RunTable(Strict):
     """Name of the run; part of the name of its directory."""
     directory: Path = Path("runs")
     """Parent directory: the run makes its own directory in it."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of all randomness."""
+    seed: int = Field(default=0, ge=0, lt=2**64)
+    """Seed of all randomness, below 2^64."""
     steps: Positive = 100
     """Number of training steps, with one batch of prompts each."""
     ahead: int = Field(default=0, ge=0)
@@ -36,9 +48,15 @@ class RunTable(Strict):
     run also verifies them before the first step, before each checkpoint and after the last step. 0: never."""
     balance: bool = True
     """Distributes sequences over data ranks by their estimated cost. false: by their number."""
-    call_timeout_s: float = Field(default=600.0, gt=0)
+    call_timeout_s: Seconds = 600.0
     """Timeout of a call, in seconds, from when it is sent; a call that exceeds it ends the run, see docs/runs.md."""
-    save_timeout_s: float = Field(default=3600.0, gt=0)
+    save_timeout_s: Seconds = 3600.0
     """Timeout, in seconds, of calls that save, export or load a model, as at the start of a run."""
-    connect_timeout_s: float = Field(default=60.0, gt=0)
-    """Timeout, in seconds, for all services to be reached at the start of a run."""
+    connect_timeout_s: Seconds = 60.0
+    """Timeout, in seconds, for all services to be reached at the start of a run. All timeouts are at most 30 days."""
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        check_name(name)
+        return name

@@ -17,6 +17,9 @@ from controller.role_groups.device_meter import DeviceMeter
 from controller.role_groups.futures import promise, resolve_after
 from controller.role_groups.residency import NO_MOVES, OFFLOAD, ONLOAD, Residency
 
+LONGEST_WAIT_S = threading.TIMEOUT_MAX / 2
+"""Longest wait for calls, in seconds: with some more time added, it is below the longest that a thread can wait."""
+
 
 class Place:
     """Place of a call in the order of calls on its devices.
@@ -130,8 +133,9 @@ class Placement:
             yield moved
 
     def longest_wait_s(self) -> float:
-        """Returns the longest time, in seconds, that all unfinished calls on all devices may take one after another."""
-        return sum(time_s for _, time_s in self._unfinished.copy().values())
+        """Returns the longest time, in seconds, that all unfinished calls on all devices may take one after another, at
+        most `LONGEST_WAIT_S`."""
+        return min(sum(time_s for _, time_s in self._unfinished.copy().values()), LONGEST_WAIT_S)
 
     def enter(self, devices: frozenset[str], queue: object, time_s: float) -> Place:
         """Appends a call to the order and returns its place. Calls that change the results of others must be entered in

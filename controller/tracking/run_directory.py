@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from controller.config.run import check_name
 from controller.tracking.ownership import LOCK, Ownership, holder, lock_text
 from rlhf.errors import ConfigError, RlhfError
 
@@ -40,11 +41,13 @@ class RunDirectory:
             algorithm: Name of the algorithm; empty: left out of the directory's name.
 
         Raises:
-            ConfigError: `name` is not one path component, `parent` cannot be written to, or less than
+            ConfigError: `name` is none of a run (`check_name`), `parent` cannot be written to, or less than
                 `MIN_FREE_BYTES` of space are free.
         """
-        if not name or "/" in name or name in (".", ".."):
-            raise ConfigError(f"run name {name!r} cannot be part of a directory's name")
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise ConfigError(f"run name {error}") from None
         started = time.strftime("%Y%m%d-%H%M%S", time.localtime(clock()))
         # The name of a user's own algorithm may have any characters.
         stem = "-".join(part for part in (name, re.sub(r"\W+", "_", algorithm), started) if part)

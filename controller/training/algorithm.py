@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ConfigDict
+
 from controller.config.algorithm import AlgorithmTable
 from controller.config.config import Config
 from controller.role_groups.roles import group_type
@@ -34,6 +36,13 @@ KL_REWARD = ("kl_reward_coefficient", "kl_reward_estimator", "kl_target", "kl_ho
 
 class NoOptions(Strict):
     """Empty type of `[algorithm.options]`, for algorithms without options."""
+
+
+class UnreadOptions(Strict):
+    """Type of `[algorithm.options]` for a function that stands for no algorithm, such as an evaluation, and is given
+    configurations of any: all options are kept, and none is read."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class Algorithm:
 
     def __call__(self, run: Run) -> None:
         """Executes the algorithm on a run, whose configuration must be one that `configure` returned."""
-        if self.options is NoOptions:
+        if self.options in (NoOptions, UnreadOptions):
             self.function(run)
         else:
             self.function(run, self.options.model_validate(run.config.algorithm.options))

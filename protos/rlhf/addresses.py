@@ -3,6 +3,7 @@ brackets."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import socket
@@ -46,6 +47,39 @@ def check_host(host: str) -> None:
         raise ValueError(f"{host!r} is no host: neither a name nor an address")
     elif host.lower() in TARGET_KINDS:
         raise ValueError(f"{host!r} is no host: gRPC takes it for the kind of an address")
+
+
+def spelled_out(address: str) -> frozenset[tuple[str, int]]:
+    """Returns the hosts and port of an address, host:port, in one spelling: localhost as the two addresses that it
+    usually has, IP addresses in their shortest form, names in lower case. Looks no name up."""
+    host, _, port = address.rpartition(":")
+    name = host.strip("[]").lower().rstrip(".")
+    if name == "localhost":
+        return frozenset({("127.0.0.1", int(port)), ("::1", int(port))})
+    with contextlib.suppress(ValueError):
+        name = str(ipaddress.ip_address(name))
+    return frozenset({(name, int(port))})
+
+
+def listening(address: str) -> frozenset[tuple[str, int]]:
+    """Returns the IP addresses and port that a server of this host listens on at an address, host:port; none where the
+    host is unknown."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return frozenset()
+    return frozenset((str(target[0]), int(port)) for *_, target in found)
+
+
+def overlap(one: tuple[str, int], other: tuple[str, int]) -> bool:
+    """Returns whether two servers cannot both listen on these IP addresses and ports: they are the same, or a wildcard
+    of the port has the other."""
+    if one[1] != other[1]:
+        return False
+    if one[0] == other[0] or "::" in (one[0], other[0]):
+        return True
+    return any(is_wildcard(a) and ":" not in b for a, b in ((one[0], other[0]), (other[0], one[0])))
 
 
 def is_wildcard(host: str) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-LONGEST_S = 30 * 86_400.0
-"""Longest time limit of a call, in seconds (30 days); a longer one is cut to this, since timers overflow."""
+from settings.strict import LONGEST_S
 
 ANSWER_S = 0.5
 """Seconds before a deadline that are reserved for the answer, so that the caller learns what was late."""

@@ -21,13 +21,13 @@ from rlhf.guard import Guard
 from rlhf.roles import find_role
 from rlhf.v1 import worker_pb2
 from services.runtime.boundary import Handler, RpcBoundary
-from services.runtime.deadlines import LONGEST_S
 from services.runtime.dispatch import DispatchStream
 from services.runtime.execution import CallQueue
 from services.runtime.hosts import cpu_name
 from services.runtime.sessions import check_name
 from services.runtime.worker import Registration, Worker, require
 from services.storage.written import WrittenFile
+from settings.strict import LONGEST_S
 
 WATCH_PAUSE_S = 0.05
 """Least seconds between two statuses that Watch sends, so that it may not show every short call."""

@@ -56,6 +56,11 @@ def test_a_killed_run_goes_on_with_the_same_results(
         store = CheckpointStore(run.run_dir)
         assert [commit.step for commit in store.commits()] == [4, 6]
         assert not list(store.path.glob("*.partial"))
+        before, after = (
+            json.loads((store.place(step) / "controller.json").read_text())["facts"] for step in (4, 6)
+        )
+        assert before["limits"] == after["limits"]
+        assert before["limits"]["prompts"] > 0
         known = json.loads((run.run_dir / "run.json").read_text())
         (resumed,) = known["resumed"]
         assert resumed["step"] >= 2

@@ -281,6 +281,34 @@ class TestTable:
         with pytest.raises(ConfigError, match=said):
             load(QUICKSTART, settings)
 
+    @pytest.mark.parametrize(
+        ("steps", "evaluate_every", "every", "at_end", "is_possible"),
+        [
+            (20, 10, 3, False, False),
+            (30, 10, 3, False, True),
+            (20, 0, 3, False, False),
+            (20, 0, 3, True, True),
+            (20, 0, 5, False, True),
+            (21, 10, 3, False, True),
+            (20, 10, 3, True, True),
+            (2, 10, 3, False, False),
+        ],
+    )
+    def test_the_best_by_an_evaluation_needs_one_after_a_step_with_a_checkpoint(
+        self, steps: int, evaluate_every: int, every: int, at_end: bool, is_possible: bool
+    ) -> None:
+        """The last step has an evaluation in any case."""
+        keys = (f"every={every}", f"at_end={str(at_end).lower()}", "best='evaluation/accuracy'")
+        settings = (f"run.steps={steps}", f"run.evaluate_every={evaluate_every}")
+        settings += tuple(f"checkpoint.{key}" for key in keys)
+        if is_possible:
+            load(QUICKSTART, settings)
+            return
+        with pytest.raises(
+            ConfigError, match=rf"checkpoint\.best: no step up to run\.steps, {steps}, .*at_end = true"
+        ):
+            load(QUICKSTART, settings)
+
 
 @dataclass
 class Inner:

@@ -16,6 +16,7 @@ from controller.config.config import Config, load
 from controller.config.data import SourceTable
 from rlhf.errors import ConfigError
 from rlhf.roles import BUILT_IN
+from rlhf.v1 import common_pb2
 from settings.actor import ActorTable, LoraTable
 from settings.engines import ZeroTable
 from settings.services import load_service, table_type
@@ -240,6 +241,36 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
         ),
         ("algorithm.aggregation='mean'", r"algorithm\.aggregation: .*'token-mean'.*given: 'mean'"),
         (
+            "services.actor.optimizer.betas=[0.9, 1.0]",
+            r"optimizer\.betas\.1: must be below 1 \(given: 1\.0\)",
+        ),
+        (
+            "services.actor.optimizer.betas=[-0.1, 0.9]",
+            r"optimizer\.betas\.0: must be at least 0 \(given: -0\.1\)",
+        ),
+        (
+            "services.critic.address='localhost:7101'",
+            r"critic\.address: localhost:7101 is taken by services\.actor, whose address is 127\.0\.0\.1:7101",
+        ),
+        (
+            "services.actor.address='[::1]:7101'\nservices.critic.address='[0:0:0:0:0:0:0:1]:07101'",
+            r"services\.critic\.address: .* taken by services\.actor",
+        ),
+        (
+            "services.actor.address='Node:7101'\nservices.critic.address='node.:7101'",
+            r"services\.critic\.address: .* taken by services\.actor",
+        ),
+        ("run.name='a/b'", r"run\.name: 'a/b' cannot be part of a directory's name: .* without / and NUL"),
+        ("run.name=''", r"run\.name: '' cannot be part of a directory's name: it needs 1 to 200 bytes"),
+        ("run.name='..'", r"run\.name: '\.\.' cannot be part of a directory's name"),
+        ('run.name="a\\u0000"', r"run\.name: 'a\\x00' cannot be part of a directory's name"),
+        (f"run.name='{'é' * 101}'", r"run\.name: .* cannot be part of a directory's name"),
+        (
+            f"run.seed={2**64}",
+            r"run\.seed: must be below 18446744073709551616 \(given: 18446744073709551616\)",
+        ),
+        ("run.seed=-1", r"run\.seed: must be at least 0 \(given: -1\)"),
+        (
             "services.actor.rollout_engine='none'",
             r"services\.actor\.rollout_engine: none is for an actor whose responses a service .*has none",
         ),
@@ -250,6 +281,39 @@ def test_an_impossible_setting_is_refused_in_one_line(setting: str, expected: st
         load(QUICKSTART, tuple(setting.split("\n")))
     assert re.search(expected, str(raised.value)), str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("run.call_timeout_s", "run.save_timeout_s", "run.connect_timeout_s", "checkpoint.grace_s"),
+        *(
+            "services.actor.startup_timeout_s",
+            "services.actor.stuck_timeout_s",
+            "services.reward.row_timeout_s",
+        ),
+        *("services.reward.sandbox.wall_time_s", "services.reward.judge.request_timeout_s"),
+        "services.reward.judge.backoff_s",
+    ],
+)
+def test_a_time_limit_is_at_most_30_days(key: str) -> None:
+    load(QUICKSTART, (f"{key}={30 * 86_400}",))
+    with pytest.raises(
+        ConfigError, match=rf"{re.escape(key)}: must be at most 2592000 \(given: 10000000000\.0\)"
+    ):
+        load(QUICKSTART, (f"{key}=1e10",))
+
+
+def test_the_largest_seed_is_one_that_calls_can_carry() -> None:
+    seed = load(QUICKSTART, (f"run.seed={2**64 - 1}",)).run.seed
+    assert common_pb2.Call.FromString(common_pb2.Call(seed=seed).SerializeToString()).seed == seed
+
+
+def test_the_same_port_of_other_hosts_is_no_conflict() -> None:
+    addresses = ("[::1]:7101", "127.0.0.1:7101", "node-1:7101", "node-2:7101")
+    services = load(QUICKSTART).services
+    settings = (f"services.{name}.address='{each}'" for name, each in zip(services, addresses, strict=True))
+    load(QUICKSTART, tuple(settings))
 
 
 def test_a_mini_batch_divides_over_the_data_ranks_of_a_mesh_and_not_over_all_its_ranks() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 
@@ -111,6 +112,17 @@ def test_calls_on_a_common_device_go_in_call_order_and_others_at_the_same_time()
     assert reference.first == [actor.ended]
     assert reward.first == [actor.ended]
     assert set(critic.first) == {reference.ended, reward.ended}
+
+
+def test_the_wait_for_all_calls_is_one_that_a_thread_can_wait() -> None:
+    placement, step, call = Placement(), StepContext(1), Future[None]()
+    for _ in range(3):
+        placement.enter(frozenset({"0"}), "actor", threading.TIMEOUT_MAX / 2)
+    step.made(call)
+    ending = threading.Timer(0.05, call.set_result, (None,))
+    ending.start()
+    step.wait(placement.longest_wait_s() + 5.0)
+    ending.join()
 
 
 def test_a_second_call_of_a_group_waits_until_the_first_was_sent_and_others_until_both_have_ended() -> None:

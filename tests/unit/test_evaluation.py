@@ -1,19 +1,34 @@
-"""Metrics on held-out rows: their names, accuracy or reward, and pass@k."""
+"""Metrics on held-out rows: their names, accuracy or reward, and pass@k; and what can be evaluated."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 
+from controller import evaluate as evaluating
+from controller import job
+from controller.algorithms import find_algorithm, names
+from controller.checkpoints.journal import FORMAT
+from controller.checkpoints.store import CheckpointStore
+from controller.config.config import Config, load
+from controller.evaluate import evaluate
+from controller.plan import Plan
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.pass_at_k import pass_at_k, sampled_evaluation
 from controller.training.policy_evaluation import is_share
+from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
+
+QUICKSTARTS = Path(__file__).parents[2] / "deploy" / "quickstart"
+WITH_A_POLICY = tuple(name for name in names() if name != "reward_model")
 
 
 def said(lowest: float, highest: float) -> worker_pb2.DescribeResponse:
@@ -71,3 +86,78 @@ def test_responses_that_were_not_scored_are_not_wrong() -> None:
         "pass_at_4": 1.0,
         "rows_dropped": 3.0,
     }
+
+
+def config_of(algorithm: str, directory: Path) -> Config:
+    """The config of a run of an algorithm, with its options, as the run writes it."""
+    (rows := directory / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
+    found = find_algorithm(algorithm)
+    settings = [f"data.train='{rows}'", f"data.heldout='{rows}'", "data.sources=[]"]
+    return found.configure(load(QUICKSTARTS / f"{found.quickstart}.toml", tuple(settings)))
+
+
+def checkpoint_of(algorithm: str, directory: Path) -> Path:
+    """A checkpoint of a run of an algorithm, without states of services."""
+    resolved = find_algorithm(algorithm).resolved(config_of(algorithm, directory))
+    store = CheckpointStore(directory)
+    store.begin(1)
+    content = {"format": FORMAT, "step": 1, "run": {}, "files": {}, "facts": {"config": resolved}}
+    store.commit(1, json.dumps(content), {})
+    return store.place(1)
+
+
+class Opened(Exception):
+    """A plan was made, which is to be opened."""
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans of runs, which end when they are opened."""
+    plans: list[Plan] = []
+
+    def note(plan: Plan, *parts: Any, **options: Any) -> None:
+        plans.append(plan)
+        raise Opened
+
+    monkeypatch.setattr(evaluating, "open_planned", note)
+    monkeypatch.setattr(job, "open_planned", note)
+    return plans
+
+
+@pytest.mark.parametrize("algorithm", WITH_A_POLICY)
+def test_a_checkpoint_of_every_algorithm_with_a_policy_is_evaluated(
+    algorithm: str, tmp_path: Path, plans: list[Plan]
+) -> None:
+    place = checkpoint_of(algorithm, tmp_path)
+    with pytest.raises(Opened):
+        evaluate(place)
+    assert plans[0].loads == {"actor": place / "actor"}
+    assert {table.role for table in plans[0].config.services.values()} <= {"actor", "reward"}
+
+
+def test_a_checkpoint_without_a_policy_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="policy of a service of role actor, and the config has none"):
+        evaluate(checkpoint_of("reward_model", tmp_path))
+
+
+@pytest.mark.parametrize("algorithm", WITH_A_POLICY)
+def test_a_model_is_evaluated_with_the_config_of_every_algorithm(
+    algorithm: str, tmp_path: Path, plans: list[Plan]
+) -> None:
+    tables = config_of(algorithm, tmp_path).model_dump(mode="json", exclude_none=True)
+    (path := tmp_path / "run.toml").write_text(tomli_w.dumps(tables))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Opened):
+        evaluate(tmp_path, config_path=path)
+    assert plans[0].config.services["actor"].model_directory == tmp_path
+
+
+@pytest.mark.parametrize("algorithm", names())
+def test_a_run_by_hand_has_the_config_of_every_algorithm(
+    algorithm: str, tmp_path: Path, plans: list[Plan]
+) -> None:
+    config = config_of(algorithm, tmp_path)
+    with pytest.raises(Opened):
+        job.open_run(config)
+    assert plans[0].config.algorithm.options == config.algorithm.options
+    assert plans[0].config.services.keys() == config.services.keys()

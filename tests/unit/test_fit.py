@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from controller.cli import main
 from controller.config.config import Config, load
+from controller.foresight import check_models
 from deploy import preflight
 from rlhf.errors import ConfigError
 from settings.fit import check_model_fits, read_shape
@@ -59,6 +60,30 @@ def test_a_dry_run_refuses_a_misfit(tmp_path: Path) -> None:
     flags = [flag for setting in settings(tmp_path) for flag in ("--set", setting)]
     ran = CliRunner().invoke(main, ["--algo", "ppo", "--dry-run", *flags])
     assert (ran.exit_code, ran.output) == (2, f"error: {MISFIT}\n")
+
+
+def short(directory: Path, positions: int) -> tuple[str, ...]:
+    """Settings of a service whose model has so many positions, with responses of 100 tokens."""
+    config = {"max_position_embeddings": positions}
+    return (f"services.critic.model='{model(directory, config)}'", "rollout.max_response_tokens=100")
+
+
+def test_a_model_without_positions_for_a_prompt_beside_a_response_is_refused(tmp_path: Path) -> None:
+    config = load(QUICKSTART, short(tmp_path, 100))
+    expected = (
+        "rollout.max_response_tokens: 100 leave no room for a prompt in services.critic, whose model "
+        f"{tmp_path} reads rows of up to 100 tokens in all (max_position_embeddings)"
+    )
+    with pytest.raises(ConfigError) as raised:
+        check_models(config)
+    assert str(raised.value) == expected
+    with pytest.raises(ConfigError) as raised:
+        preflight.check(config, ["critic"])
+    assert str(raised.value) == expected
+    check_models(load(QUICKSTART, short(tmp_path, 101)))
+    check_model_fits(
+        "critic", config.services["critic"]
+    )  # a service alone does not know the length of responses
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "zero"])

@@ -10,7 +10,10 @@ import pytest
 
 from controller.config.config import load
 from deploy import preflight
+from nccl_transfer import registry
 from rlhf.errors import ConfigError
+from settings.services import Service
+from settings.transports import TRANSPORT_GROUP, TRANSPORTS
 
 QUICKSTART = Path(__file__).parent.parent.parent / "deploy" / "quickstart" / "quickstart.toml"
 
@@ -94,6 +97,56 @@ def test_a_missing_certificate_is_named_before_anything_starts(tmp_path: Path) -
     config = load(QUICKSTART, (f"services.reward.address=127.0.0.1:{free_port()}", *files))
     with pytest.raises(ConfigError, match=f"security: {tmp_path}/ca: No such file or directory"):
         preflight.check(config, ["reward"])
+
+
+def test_a_transport_that_is_unknown_is_named_with_the_known_ones() -> None:
+    def check(name: str) -> None:
+        settings = (
+            f"services.reward.transports=['{name}']",
+            f"services.reward.address='127.0.0.1:{free_port()}'",
+        )
+        preflight.check(load(QUICKSTART, settings), ["reward"])
+
+    with pytest.raises(
+        ConfigError,
+        match=r"^services\.reward\.transports: 'tpc' is unknown; did you mean 'tcp'\?; known: cuda_ipc, ",
+    ):
+        check("tpc")
+    for name in (*TRANSPORTS, "package.module:transport"):
+        check(name)
+
+
+def test_the_names_of_transports_are_those_of_the_data_plane() -> None:
+    assert (registry.GROUP, tuple(registry.BUILT_IN)) == (TRANSPORT_GROUP, TRANSPORTS)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("127.0.0.1", ""), ("localhost", "127.0.0.1")),
+        (("127.0.0.1", ""), ("node", "0.0.0.0")),
+        (("node", "[::]"), ("127.0.0.1", "")),
+        (("node", "[::]"), ("node-2", "0.0.0.0")),
+    ],
+)
+def test_two_services_on_one_port_are_refused_under_whatever_names(
+    one: tuple[str, str], other: tuple[str, str]
+) -> None:
+    def table(host: str, bind_host: str) -> Service:
+        keys = {"address": f"{host}:7101", "bind_host": bind_host}
+        return load(QUICKSTART).services["actor"].model_copy(update=keys)
+
+    services = {"actor": table(*one), "critic": table(*other)}
+    with pytest.raises(
+        ConfigError, match=r"^services\.critic\..*:7101 is taken by services\.actor, which listens on"
+    ):
+        preflight.check_ports(services)
+
+
+def test_services_on_ports_or_addresses_of_their_own_are_apart() -> None:
+    hosts = ("127.0.0.1:7101", "127.0.0.2:7101", "[::1]:7101", "127.0.0.1:7102")
+    table = load(QUICKSTART).services["actor"]
+    preflight.check_ports({host: table.model_copy(update={"address": host}) for host in hosts})
 
 
 def free_port() -> int:
