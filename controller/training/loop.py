@@ -210,7 +210,8 @@ class StepLoop:
         if opened.gate:
             opened.gate.open()
         step.wait()
-        seconds = self._cluster.session.now() - max(opened.started_s, self._ended_s)
+        now_s = self._cluster.session.now()
+        seconds = now_s - max(opened.started_s, self._ended_s)
         self._recorder.calls(number, step.records)
         opened.metrics = self._metrics.of(step, seconds, opened.left_out)
         opened.metrics |= staleness_metrics(step.batch, step.records, self._metrics.sources)
@@ -220,6 +221,7 @@ class StepLoop:
             work = partial(self._evaluator.evaluate, step.context, evaluation)
             if self._open:
                 opened.evaluated = on_thread(work, "evaluation")
+                self._ended_s = now_s  # later steps go on meanwhile
                 return
             opened.metrics |= work()
         self._finish_evaluation()
@@ -246,7 +248,8 @@ class StepLoop:
                 is_last=is_last,
                 is_cut=not self._open,
             )
-        self._ended_s = self._cluster.session.now()
+        if not opened.evaluated:
+            self._ended_s = self._cluster.session.now()
 
     def _is_last(self, step: Step) -> bool:
         return step.is_last or step.number == self._table.steps

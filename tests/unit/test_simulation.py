@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -19,12 +20,17 @@ from client.waiting import counting, settle
 from controller.algorithms import find_algorithm
 from controller.config.config import Config, load
 from controller.mapping.cli import main
+from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import on_thread, promise
 from controller.role_groups.loop import Loop
 from controller.simulation.clock import VirtualTimeLoop
 from controller.simulation.durations import CallTimes, Durations, measured
-from controller.simulation.run import SeenCall, Trace, simulate_run
+from controller.simulation.run import SeenCall, SimulatedRun, Trace, simulate_run
 from controller.tracking.timeline import Timeline
+from controller.training.evaluation import Evaluation, Measured
+from controller.training.loop import StepLoop
+from controller.training.run import Run
+from controller.training.step import Step
 from rlhf.errors import ConfigError, DeadlineExceeded
 
 QUICKSTART = Path(__file__).parents[2] / "deploy/quickstart/quickstart.toml"
@@ -66,6 +72,31 @@ def test_a_step_takes_as_long_as_its_longest_path() -> None:
     assert time.monotonic() - began < 20
     assert [metrics["time/step_s"] for metrics in trace.metrics] == pytest.approx([4 + 3 + 7] * 3)
     assert calls(trace, 2)["critic.update_critic"] == pytest.approx((14 + 7, 14 + 12))
+
+
+def test_times_of_steps_add_up_to_the_run_where_evaluations_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(run: SimulatedRun, evaluation: Evaluation | None = None) -> Iterator[Step]:
+        def measure(prompts: FutureBatch) -> Measured:
+            made = run.actor().generate_sequences(prompts, greedy=True)
+            made.records()  # waits
+            return {"x": np.zeros(prompts.rows)}, (made,)
+
+        return Run.steps(run, Evaluation(measure, lambda values: {"x": 0.0}))
+
+    made = StepLoop.__init__
+    monkeypatch.setattr(SimulatedRun, "steps", steps)
+    monkeypatch.setattr(
+        StepLoop,
+        "__init__",
+        lambda loop, table, *rest: made(loop, table.model_copy(update={"evaluate_every": 2}), *rest),
+    )
+    trace = trace_of("ppo", "run.ahead=1", steps=6)
+    began = min(call.start for call in trace.calls if call.step == 1)
+    ended = max(call.end for call in trace.calls if call.step == 6 and "update" in call.method)
+    assert (
+        sum(metrics["time/evaluation_s"] for metrics in trace.metrics if "time/evaluation_s" in metrics) == 12
+    )
+    assert sum(metrics["time/step_s"] for metrics in trace.metrics) == pytest.approx(ended - began)
 
 
 def test_services_that_share_devices_take_turns() -> None:
