@@ -20,16 +20,28 @@ from services.runtime.worker import CallContext, CallRows
 Fetch = Callable[[], CallRows]
 """Function that fetches the rows of one call and returns them; blocks its thread."""
 
+MOST_ABANDONED = 64
+"""Most fetches of a rank that were dropped while they ran and have not ended."""
+
+Abandoned = set[asyncio.Future[CallRows]]
+"""Fetches that were dropped while they ran, until they end."""
+
 
 class FetchQueue:
     """Runs fetches on a thread, one at a time, in the order in which they were added. Its methods are not
     thread-safe: they are used from the event loop alone.
 
     A fetch that is dropped before it starts never starts. One that has started cannot be interrupted: it runs on, on
-    a thread that is no longer used otherwise, while the next fetches go on. So a cancelled call delays no other.
+    a thread that is no longer used otherwise, while the next fetches go on. So a cancelled call delays no other, unless
+    MOST_ABANDONED fetches run on already: then the next fetches of the queue wait for it.
+
+    Args:
+        abandoned: Fetches of all queues of the rank that were dropped while they ran.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, abandoned: Abandoned) -> None:
+        self._abandoned = abandoned
+        self._fetched: asyncio.Future[CallRows] | None = None
         self._waiting: deque[tuple[Fetch, asyncio.Future[CallRows]]] = deque()
         self._running: asyncio.Future[CallRows] | None = None
         self._thread = _started_thread()
@@ -46,7 +58,8 @@ class FetchQueue:
         if rows.done():
             return
         rows.cancel()
-        if rows is self._running:
+        if rows is self._running and len(self._abandoned) < MOST_ABANDONED:
+            self._abandon()
             self._thread.shutdown(wait=False)
             self._thread, self._running = _started_thread(), None
             self._start_next()
@@ -57,7 +70,15 @@ class FetchQueue:
         for _, rows in self._waiting:
             rows.cancel()
         self._waiting.clear()
+        self._abandon()
         self._thread.shutdown(wait=False)
+
+    def _abandon(self) -> None:
+        """Counts the fetch that runs, if one does, as abandoned until it ends."""
+        if self._running is not None and self._fetched is not None:
+            self._abandoned.add(self._fetched)
+            self._fetched.add_done_callback(self._abandoned.discard)
+            self._fetched = None
 
     def _start_next(self) -> None:
         """Starts the first waiting fetch that has not been cancelled, if none is running."""
@@ -66,6 +87,7 @@ class FetchQueue:
             if not rows.done():
                 self._running = rows
                 fetched = asyncio.get_running_loop().run_in_executor(self._thread, fetch)
+                self._fetched = fetched
                 fetched.add_done_callback(lambda fetched, rows=rows: self._end(rows, fetched))
 
     def _end(self, rows: asyncio.Future[CallRows], fetched: asyncio.Future[CallRows]) -> None:
@@ -75,7 +97,7 @@ class FetchQueue:
         if not rows.done():
             rows.set_exception(error) if error else rows.set_result(fetched.result())
         if rows is self._running:
-            self._running = None
+            self._running = self._fetched = None
             self._start_next()
 
 

@@ -15,7 +15,7 @@ from services.runtime.calls import ActiveCall
 from services.runtime.compute import ComputeThread
 from services.runtime.deadlines import ANSWER_S
 from services.runtime.encoding import ResponseEncoder
-from services.runtime.fetches import FetchQueue, fetch_rows
+from services.runtime.fetches import MOST_ABANDONED, Abandoned, FetchQueue, fetch_rows
 from services.runtime.meetings import Meetings, Note, note_of
 from services.runtime.phases import RankPhase
 from services.runtime.sessions import Sessions
@@ -51,7 +51,8 @@ class CallRunner:
         self._sessions = sessions
         self._turns = turns
         self._phase = phase
-        self._fetches = {"": FetchQueue()}
+        self._abandoned: Abandoned = set()
+        self._fetches = {"": FetchQueue(self._abandoned)}
         self._calls: dict[Ticket, ActiveCall] = {}
         others = self._notes_of_others if sessions.is_shared else None
         self._meetings = Meetings(worker.ranks, worker.leave, others)
@@ -167,8 +168,10 @@ class CallRunner:
         sessions may be in different orders on ranks that relay rows to each other."""
         header = call.context.call
         name = header.session if header.sequence and self._sessions.is_shared else ""
-        if name not in self._fetches and name in self._sessions.names:
-            self._fetches[name] = FetchQueue()
+        # At the limit they share one, since the thread of each may outlive its session.
+        has_room = len(self._abandoned) < MOST_ABANDONED
+        if name not in self._fetches and name in self._sessions.names and has_room:
+            self._fetches[name] = FetchQueue(self._abandoned)
         return self._fetches.get(name, self._fetches[""])
 
     def _notes_of_others(self) -> list[Note]:

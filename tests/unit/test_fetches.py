@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from rlhf.errors import TransferError
+from services.runtime import fetches
 from services.runtime.fetches import FetchQueue
 from services.runtime.worker import NO_ROWS, CallRows
 
@@ -33,7 +34,7 @@ def with_a_queue(test: Callable[[FetchQueue, Held], Awaitable[None]]) -> None:
     held = Held()
 
     async def main() -> None:
-        queue = FetchQueue()
+        queue = FetchQueue(set())
         try:
             await asyncio.wait_for(test(queue, held), 20)
         finally:
@@ -96,3 +97,33 @@ def test_a_fetch_that_fails_holds_up_no_other() -> None:
         queue.drop(failed)
 
     with_a_queue(test)
+
+
+def test_fetches_that_were_dropped_while_they_ran_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps a thread and a connection until its deadline, also where its session has ended."""
+    monkeypatch.setattr(fetches, "MOST_ABANDONED", 3)
+    abandoned: fetches.Abandoned = set()
+    helds = [Held() for _ in range(6)]
+
+    async def main() -> None:
+        queue = FetchQueue(abandoned)
+        try:
+            for held in helds:
+                rows = queue.add(held)
+                await asyncio.to_thread(held.begun.wait, 1)
+                queue.drop(rows)
+            assert [held.begun.is_set() for held in helds] == [True] * 4 + [False] * 2
+            assert len(abandoned) == 3
+            last = queue.add(nothing)
+            for held in helds:
+                held.released.set()
+            assert await asyncio.wait_for(last, 20) is NO_ROWS
+        finally:
+            for held in helds:
+                held.released.set()
+            queue.close()
+        if abandoned:
+            await asyncio.wait(abandoned.copy())
+        assert not abandoned
+
+    asyncio.run(asyncio.wait_for(main(), 30))
