@@ -55,6 +55,7 @@ class OneRank:
                 "address": "127.0.0.1:1",
                 "model": directory,
                 "optimizer": OPTIMIZER,
+                "kernels": "eager",  # none can be compiled for a pretend device
             }
 
         with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _python_dispatch
 from transformers.models.llama import modeling_llama
 from unit.test_linear import make
 from unit.test_packing import make_model
@@ -27,10 +26,7 @@ ROUNDING = 2**-8
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Other tests' dispatch modes may leave these set, and nothing is compiled within a mode.
-    monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", False)
-    monkeypatch.setattr(_python_dispatch, "_is_in_any_mode_without_ignore_compile_internals", False)
+def as_before() -> Iterator[None]:
     yield
     fused.use(compiled=False)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _python_dispatch
 from unit.test_engine_three_d import CPU, HEAD, loss, micro_batches
 
 from nccl_transfer.refs.mesh import Mesh
@@ -26,10 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_group")]
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Other tests' dispatch modes may leave these set, and nothing is compiled within a mode.
-    monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", False)
-    monkeypatch.setattr(_python_dispatch, "_is_in_any_mode_without_ignore_compile_internals", False)
+def as_before() -> Iterator[None]:
     yield
     fused.use(compiled=False)
 
