@@ -95,10 +95,10 @@ def _to_json(value: Any, where: str, *, is_field: bool = True) -> Any:
     """Returns a value as JSON: a float that is not finite as {"/float": text}, a numpy array as {"/array": [dtype,
     shape, values]}, a number of numpy likewise without a shape. Dataclasses may be fields of dataclasses (`is_field`),
     not elements of collections."""
-    if value is None or (isinstance(value, bool | int | str) and not isinstance(value, np.generic)):
+    if value is None or isinstance(value, bool | int | str):
         return value
     match value:
-        case np.generic() if value.dtype.kind in "biuf":
+        case np.generic() if _is_exact(value.dtype):
             return {"/array": [value.dtype.str, None, [_to_json(value.item(), where)]]}
         case float():
             return value if math.isfinite(value) else {"/float": str(value)}
@@ -106,7 +106,7 @@ def _to_json(value: Any, where: str, *, is_field: bool = True) -> Any:
             return [_to_json(each, where, is_field=False) for each in value]
         case dict() if all(isinstance(key, str) and not key.startswith("/") for key in value):
             return {key: _to_json(each, f"{where}.{key}", is_field=False) for key, each in value.items()}
-        case np.ndarray() if value.dtype.kind in "biuf":
+        case np.ndarray() if _is_exact(value.dtype):
             return {"/array": [value.dtype.str, list(value.shape), _to_json(value.ravel().tolist(), where)]}
     if is_field and dataclasses.is_dataclass(value) and not isinstance(value, type):
         return fields_of(value, where)
@@ -114,6 +114,11 @@ def _to_json(value: Any, where: str, *, is_field: bool = True) -> Any:
         f"run.keep: {where} has a {type(value).__name__}, which a checkpoint cannot hold; it can hold numbers, texts, "
         "numpy arrays, lists and dictionaries of them, and dataclasses of all these"
     )
+
+
+def _is_exact(dtype: np.dtype[Any]) -> bool:
+    """Whether JSON holds all bits of numbers of this type: of integers, and of floats of at most 64 bits."""
+    return dtype.kind in "biuf" and dtype.itemsize <= 8
 
 
 def _like(present: Any, stored: Any, where: str) -> Any:

@@ -389,6 +389,22 @@ class TestKept:
         assert [each.dtype for each in numbers] == [np.float32, np.int16, np.bool_, np.float32]
         assert numbers == [np.float32(0.1), 3, True, math.inf]
 
+    def test_texts_of_numpy_come_back_as_texts(self) -> None:
+        given = Everything()
+        given.table["source"] = np.array(["math", "code"])[0]
+        kept = KeptState()
+        kept.add("all", given)
+        found = Everything()
+        through_json(kept).add("all", found)
+        assert found.table["source"] == "math"
+
+    def test_floats_of_more_than_64_bits_are_refused(self) -> None:
+        for number in (np.longdouble(0.1), np.ones(2, np.longdouble)):
+            kept = KeptState()
+            kept.add("all", Everything(number))  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match=r"all.number has a .*, which a checkpoint cannot hold"):
+                kept.state()
+
     def test_another_algorithm_is_refused(self) -> None:
         kept = KeptState()
         kept.add("kl", FixedKL(0.5))
