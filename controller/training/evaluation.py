@@ -129,11 +129,5 @@ def mean_of_scored(scores: np.ndarray) -> float:
     return float(np.mean(found)) if len(found) else float("nan")
 
 
-def dropped(scores: np.ndarray) -> dict[str, float]:
-    """Returns the metric rows_dropped, the number of scores that are NaN; none where all rows were scored."""
-    count = int(np.sum(np.isnan(scores)))
-    return {"rows_dropped": float(count)} if count else {}
-
-
 def _rows(values: Jagged[np.ndarray]) -> list[np.ndarray]:
     return np.split(values.values, np.cumsum(values.lengths)[:-1]) if values.rows else []

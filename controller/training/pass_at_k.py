@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.evaluation import Evaluation, Measured, dropped, mean_of_scored, row_scores
+from controller.training.evaluation import Evaluation, Measured, mean_of_scored, row_scores
 from controller.training.rewards import Reward
 from controller.training.roles import Actor
 
@@ -35,13 +35,15 @@ def sampled_evaluation(actor: Actor, reward: Reward, samples: int, solved_at: fl
         return {"/scores": scores} | counts, (responses | scored,)
 
     def summarize(values: Mapping[str, np.ndarray]) -> dict[str, float]:
+        scores = values["/scores"]
+        count = int(np.sum(np.isnan(scores)))
         ks = [2**power for power in range(samples.bit_length()) if 2**power < samples]
         shares = {
             f"pass_at_{k}": mean_of_scored(pass_at_k(values["/solved"], values["/scored"], k))
             for k in (*ks, samples)
         }
-        scores = values["/scores"]
-        return {"sampled_reward": mean_of_scored(scores), **shares} | dropped(scores)
+        dropped = {"sampled_rows_dropped": float(count)} if count else {}
+        return {"sampled_reward": mean_of_scored(scores)} | shares | dropped
 
     return Evaluation(measure, summarize)
 

@@ -14,7 +14,7 @@ from controller.role_groups.group import RoleGroup
 from controller.role_groups.roles import RewardGroup
 from controller.tracking.metrics import Sample
 from controller.training.columns import texts_of
-from controller.training.evaluation import ROW, Evaluation, Measured, dropped, mean_of_scored, row_scores
+from controller.training.evaluation import ROW, Evaluation, Measured, mean_of_scored, row_scores
 from controller.training.rewards import Reward
 from controller.training.roles import Actor
 from nccl_transfer.refs.batch import LocalColumn
@@ -28,7 +28,8 @@ SCORES, SOURCES = "/scores", "/sources"
 class PolicyEvaluation:
     """Measures the reward of greedy responses, over all rows and over those of each source.
 
-    The mean is called accuracy where the services declare that the reward lies between 0 and 1, else reward.
+    The mean is called accuracy where the services declare that the reward lies between 0 and 1, else reward. Where
+    `algorithm.on_failed_reward` is drop_group, rows_dropped is the number of rows that a reward or cost did not score.
 
     Attributes:
         config: Configuration of the run.
@@ -70,7 +71,10 @@ class PolicyEvaluation:
         for source in dict.fromkeys(sources.tolist()):
             measured[f"{_name(shares[source])}_{source}"] = mean_of_scored(scores[sources == source])
         others = {name: each for name, each in values.items() if name not in (SCORES, SOURCES)}
-        return measured | {name: mean_of_scored(each) for name, each in others.items()} | dropped(scores)
+        measured |= {name: mean_of_scored(each) for name, each in others.items()}
+        if self.config.algorithm.on_failed_reward == "drop_group":
+            measured["rows_dropped"] = float(np.sum(np.isnan([scores, *others.values()]).any(axis=0)))
+        return measured
 
     def _other_rewards(self) -> list[str]:
         """Returns the names of the rewards and costs that are measured too: reward services that are part of no

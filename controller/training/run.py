@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -259,7 +259,7 @@ class Run:
         Args:
             trained: Name of the service that was trained.
         """
-        totals, history = self._metrics, self._evaluator.history
+        totals = self._metrics
         if not totals.steps:
             raise InvalidRequest("the algorithm finished no step")
         if self._checkpointer:
@@ -267,9 +267,8 @@ class Run:
         group = self.group(trained, RoleGroup)
         directory = str(self.recorder.directory.output(trained))
         record = group.save_checkpoint(directory, worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE).records()[0]
-        both = {"before": history[0], "after": history[-1]}
         summary: dict[str, Any] = {
-            **{f"{name}_{when}": each[name] for name in history[0] for when, each in both.items()},
+            **_before_and_after(self._evaluator.history),
             "steps": totals.steps,
             "tokens_per_s": totals.tokens / totals.seconds,
             "wall_s": self._state.wall_s,
@@ -299,6 +298,15 @@ class Run:
 
         policy = PolicyEvaluation(self.config, self.groups, self.actor(), self.reward, write_samples)
         return policy.evaluation()
+
+
+def _before_and_after(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the metrics of the first and the last evaluation as NAME_before and NAME_after. One that the first lacks
+    is left out; the last may lack one, such as a count of what went wrong."""
+    both = {"before": history[0], "after": history[-1]}
+    return {
+        f"{name}_{when}": each[name] for name in history[0] for when, each in both.items() if name in each
+    }
 
 
 def _wants_text(groups: Mapping[str, RoleGroup]) -> bool:

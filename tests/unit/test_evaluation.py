@@ -23,7 +23,7 @@ from controller.evaluate import evaluate
 from controller.plan import Plan
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.pass_at_k import pass_at_k, sampled_evaluation
-from controller.training.policy_evaluation import is_share
+from controller.training.policy_evaluation import SCORES, PolicyEvaluation, is_share
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
 
@@ -71,6 +71,18 @@ def test_pass_at_k_is_the_share_of_draws_that_contain_a_right_one(samples: int) 
             assert pass_at_k(np.array([solved]), np.array([samples]), k) == pytest.approx([share])
 
 
+@pytest.mark.parametrize(("policy", "dropped"), [("stop", None), ("drop_group", 3.0)])
+def test_rows_that_a_reward_or_a_cost_did_not_score_are_counted(policy: str, dropped: float | None) -> None:
+    nan, unused = math.nan, SimpleNamespace()
+    config = load(QUICKSTARTS / "quickstart.toml", (f"algorithm.on_failed_reward='{policy}'",))
+    groups: Any = {"reward": SimpleNamespace(description=said(0, 1))}
+    made: Any = PolicyEvaluation(config, groups, *(unused,) * 3)  # type: ignore[arg-type]
+    scores, costs = np.array([1.0, nan, nan, 0.0]), np.array([nan, nan, 2.0, 4.0])
+    found = made.evaluation().summarize({SCORES: scores, "cost": costs})
+    assert found.pop("rows_dropped", None) == dropped
+    assert found == {"accuracy": 0.5, "cost": 3.0}
+
+
 def test_responses_that_were_not_scored_are_not_wrong() -> None:
     """Of two prompts with four responses each, one right response and three without a score, and all right but one."""
     nan = math.nan
@@ -84,7 +96,7 @@ def test_responses_that_were_not_scored_are_not_wrong() -> None:
         "pass_at_1": (1 + 3 / 4) / 2,
         "pass_at_2": 1.0,  # of the second prompt alone
         "pass_at_4": 1.0,
-        "rows_dropped": 3.0,
+        "sampled_rows_dropped": 3.0,
     }
 
 

@@ -18,6 +18,7 @@ from controller.config.config import Config
 from controller.job import open_run, run
 from controller.role_groups.dataflow import FutureBatch
 from controller.tracking.metrics import read_metrics, read_samples
+from controller.training.evaluation import Evaluation
 from controller.training.run import Run
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
@@ -176,3 +177,16 @@ def test_a_run_ends_after_the_step_that_stops_it(tmp_path: Path) -> None:
     known = json.loads((done.directory / "run.json").read_text())
     assert known["algorithm"] == f"{__name__}:{one_step.__qualname__}"
     assert (done.directory / "config.toml").read_text().startswith(f"# {known['algorithm']}, started ")
+
+
+def test_the_summary_has_metrics_that_one_evaluation_has_alone(tmp_path: Path) -> None:
+    config, found = config_of(tmp_path), [{"x": 1.0, "rows_dropped": 2.0}, {"x": 3.0}]
+
+    def algorithm(given: Run) -> None:
+        evaluation = Evaluation(lambda rows: ({"x": np.zeros(rows.rows)}, ()), lambda values: found.pop(0))
+        for step in given.steps(evaluation):
+            step.finish(step.prompts | given.actor().generate_sequences(step.prompts))
+
+    summary = asyncio.run(on_services(config, lambda: run(config, algorithm))).summary
+    assert (summary["x_before"], summary["rows_dropped_before"], summary["x_after"]) == (1, 2, 3)
+    assert "rows_dropped_after" not in summary
