@@ -41,8 +41,10 @@ class GatedMLP(nn.Module):
     act_fn: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(fused.gated(gate, up) if fused.in_use() else self.act_fn(gate) * up)
+        if fused.in_use():
+            return self.down_proj(fused.gated(self.gate_proj(x), self.up_proj(x)))
+        # In this order, so that without gradients the gate is freed before the other product is made.
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 def why_not_fused(device: torch.device) -> str:
