@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.checkpoints.journal import FORMAT, read_journal
-from controller.checkpoints.store import CheckpointStore, Commit
+from controller.checkpoints.store import COMMIT, CheckpointStore, Commit
 from controller.tracking.marks import Mark, check_marks
 from controller.tracking.run_directory import writing
 from rlhf.errors import ConfigError, RlhfError
@@ -81,14 +81,21 @@ class ResumePoint:
         """Verifies one checkpoint of a run, RUN/checkpoints/step-N, to read it alone.
 
         Raises:
-            ConfigError: The directory is no complete checkpoint.
+            ConfigError: The directory is no complete checkpoint, or its run has removed it meanwhile.
             RlhfError: A file of it is damaged; the text names it.
         """
         run_dir = directory.resolve().parent.parent
         store = CheckpointStore(run_dir)
         for commit in store.commits():
             if store.place(commit.step) == directory.resolve():
-                return ResumePoint._verified(run_dir, store, commit)
+                try:
+                    return ResumePoint._verified(run_dir, store, commit)
+                except RlhfError:
+                    if (directory / COMMIT).exists():
+                        raise
+                    raise ConfigError(
+                        f"{directory} was removed while it was read, by a run that keeps newer checkpoints alone"
+                    ) from None
         raise ConfigError(
             f"{directory} is neither a complete checkpoint (RUN/checkpoints/step-N) nor a model directory"
         )

@@ -129,12 +129,19 @@ class CheckpointStore:
         return commit
 
     def commits(self) -> list[Commit]:
-        """Returns the commits of all checkpoints, by step.
+        """Returns the commits of all checkpoints, by step. A run may remove checkpoints meanwhile, which are left out.
 
         Raises:
             RlhfError: A COMMIT is damaged or cannot be read; the text names the file.
         """
-        return sorted((self._read(path) for path in self.path.glob(f"step-*/{COMMIT}")), key=lambda c: c.step)
+        found = []
+        for path in self.path.glob(f"step-*/{COMMIT}"):
+            try:
+                found.append(self._read(path))
+            except RlhfError:
+                if path.exists():
+                    raise
+        return sorted(found, key=lambda commit: commit.step)
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint, if it is there. A removal that is interrupted leaves no COMMIT. Errors of the file

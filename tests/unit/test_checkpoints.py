@@ -98,6 +98,36 @@ class TestStore:
         assert [commit.step for commit in store.commits()] == [10]
         assert not store.place(5).exists()
 
+    def test_checkpoints_that_a_run_removes_meanwhile_are_left_out(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As for `rlhf-controller evaluate` beside a run that keeps the newest two."""
+        store, read = CheckpointStore(tmp_path), CheckpointStore._read
+        for step in (5, 10, 15):
+            write(store, step)
+
+        def removed_first(found: CheckpointStore, path: Path) -> Commit:
+            store.remove(5)
+            return read(found, path)
+
+        monkeypatch.setattr(CheckpointStore, "_read", removed_first)
+        assert {10, 15} == {commit.step for commit in CheckpointStore(tmp_path).commits()} - {5}
+        assert ResumePoint.at(store.place(10)).step == 10
+
+    def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_called_damaged(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store, verify = CheckpointStore(tmp_path), CheckpointStore.verify
+        write(store, 5)
+
+        def removed_first(found: CheckpointStore, commit: Commit) -> Any:
+            store.remove(5)
+            return verify(found, commit)
+
+        monkeypatch.setattr(CheckpointStore, "verify", removed_first)
+        with pytest.raises(ConfigError, match="step-5 was removed while it was read"):
+            ResumePoint.at(store.place(5))
+
     @pytest.mark.parametrize(
         "name", [COMMIT, FILES, "controller.json", "actor/manifest.json", "actor/rank-00000.safetensors"]
     )
