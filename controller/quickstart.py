@@ -10,8 +10,10 @@ import sys
 from controller.config.config import Config, load
 from rlhf.errors import ConfigError
 
+BUILD_S = 3600.0
+"""Longest time, in seconds, that a build may take; on two cores it takes about a minute."""
 BUILD_STOPS_S = 10.0
-"""Longest time, in seconds, to wait for an interrupted build to end."""
+"""Longest time, in seconds, to wait for an interrupted build to end; then it is killed."""
 
 
 def load_quickstart(name: str = "quickstart", settings: tuple[str, ...] = ()) -> Config:
@@ -34,7 +36,7 @@ def build_quickstart(config: Config) -> None:
     """Builds the quickstart's model and data beside `data.train`, in a process of its own, unless they are there.
 
     Raises:
-        ConfigError: The build failed.
+        ConfigError: The build failed, or did not end within `BUILD_S`.
     """
     build_command = ["-m", "deploy.quickstart.build", "--out", str(config.data.train.parent)]
     # The build ends with this process, even where this one is killed.
@@ -43,11 +45,20 @@ def build_quickstart(config: Config) -> None:
     # A process session of its own: Ctrl-C reaches only this process, and the build has time to remove partial files.
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as build:
         try:
-            _, said = build.communicate()
-        except BaseException:
-            build.terminate()
-            build.wait(BUILD_STOPS_S)
+            _, said = build.communicate(timeout=BUILD_S)
+        except BaseException as error:
+            _stop(build)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise ConfigError(f"the quickstart's model was not built within {BUILD_S:g} s") from None
             raise
     if build.returncode:
         cause = said.strip().rpartition("\n")[2] or f"exit code {build.returncode}"
         raise ConfigError(f"the quickstart's model could not be built: {cause}")
+
+
+def _stop(build: subprocess.Popen[str]) -> None:
+    build.terminate()
+    try:
+        build.wait(BUILD_STOPS_S)
+    except subprocess.TimeoutExpired:
+        build.kill()

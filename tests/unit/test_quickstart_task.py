@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from controller import quickstart as controller_quickstart
 from deploy.quickstart import Recipe, is_complete
 from deploy.quickstart import build as quickstart
+from rlhf.errors import ConfigError
 
 FAST = Recipe(max_steps=3)
 
@@ -182,3 +184,13 @@ def test_the_command_line_builds_the_recipe_it_was_given(tmp_path: Path) -> None
     result = CliRunner().invoke(quickstart.main, options.split())
     assert result.exit_code == 0, result.output
     assert is_complete(tmp_path / "task", Recipe(seed=7, max_steps=2, target_accuracy=0.5))
+
+
+def test_a_build_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = controller_quickstart.load_quickstart(
+        settings=(f"data.train='{tmp_path / 'task' / 'train.jsonl'}'",)
+    )
+    monkeypatch.setattr(controller_quickstart, "BUILD_S", 0.01)
+    with pytest.raises(ConfigError, match=r"was not built within 0\.01 s"):
+        controller_quickstart.build_quickstart(config)
+    assert not (tmp_path / "task" / "train.jsonl").exists()
