@@ -217,7 +217,8 @@ class Run:
         yield from self._loop.steps(evaluation)
 
     def evaluate(self, evaluation: Evaluation | None = None, batch_rows: int = 0) -> dict[str, float]:
-        """Measures the held-out rows outside of `steps`, and returns the metrics, with prefix evaluation/.
+        """Measures the held-out rows outside of `steps`, and returns the metrics, with prefix evaluation/. In the loop
+        over the steps, call it after `Step.finish`: it frees the rows of the step, which later calls cannot read then.
 
         Args:
             evaluation: Measures the rows. Default: as for `steps`.

@@ -23,6 +23,7 @@ from controller.training.run import Run
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from rlhf.contract import group_methods
+from rlhf.errors import RlhfError
 from services.reward.worker import RewardWorker
 from services.runtime.server import RankServer
 from services.runtime.worker import CallResult, Worker, register
@@ -190,3 +191,26 @@ def test_the_summary_has_metrics_that_one_evaluation_has_alone(tmp_path: Path) -
     summary = asyncio.run(on_services(config, lambda: run(config, algorithm))).summary
     assert (summary["x_before"], summary["rows_dropped_before"], summary["x_after"]) == (1, 2, 3)
     assert "rows_dropped_after" not in summary
+
+
+def test_an_evaluation_within_the_loop_comes_after_the_update(tmp_path: Path) -> None:
+    """It frees the rows of the step, which an update could not read any more."""
+    config = config_of(tmp_path)
+
+    def early(given: Run) -> None:
+        for step in given.steps():
+            batch = step.prompts | given.actor().generate_sequences(step.prompts)
+            batch.records()
+            given.evaluate()
+            step.finish(batch, given.actor().compute_log_prob(batch))
+
+    def late(given: Run) -> None:
+        for step in given.steps():
+            batch = step.prompts | given.actor().generate_sequences(step.prompts)
+            step.finish(batch, given.actor().compute_log_prob(batch))
+            assert given.evaluate()["evaluation/accuracy"] == 1 / 16
+
+    done = asyncio.run(on_services(config, lambda: run(config, late)))
+    assert done.summary["steps"] == STEPS
+    with pytest.raises(RlhfError):
+        asyncio.run(on_services(config, lambda: run(config, early)))
