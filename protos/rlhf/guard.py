@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -10,8 +11,12 @@ import grpc.aio
 
 from rlhf.access import LIBRARY_METHODS, Access
 from rlhf.contract import Method
-from rlhf.errors import NotAllowed, NotAuthenticated, RlhfError
+from rlhf.errors import NotAllowed, NotAuthenticated, RlhfError, TooManyCalls
 from rlhf.security import Security
+
+MOST_READS = 1 << 10
+"""Most RPCs, streams included, with a token to read that a server handles at a time. They leave most of the server's
+RPCs (`channels.MOST_RPCS`), and of the time of its event loop, to other tokens."""
 
 HEADER, SCHEME = "authorization", "Bearer "
 Metadata = Any
@@ -30,6 +35,7 @@ class Guard(grpc.aio.ServerInterceptor):
     def __init__(self, security: Security, classes: Mapping[str, Access]) -> None:
         self._security = security
         self._classes = {**LIBRARY_METHODS, **classes}
+        self._reads = 0
 
     def granted(self, context: grpc.aio.ServicerContext) -> Access:
         """Returns the class of methods that the client of a call may use, given the context of the call: ADMINISTER
@@ -69,14 +75,31 @@ class Guard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Returns the method's handler, or one that ends the call with UNAUTHENTICATED or PERMISSION_DENIED."""
+        """Returns the method's handler, or one that ends the call with UNAUTHENTICATED, PERMISSION_DENIED or
+        RESOURCE_EXHAUSTED."""
         details: Any = handler_call_details
         try:
             needed = self._classes.get(details.method, Access.ADMINISTER)
-            _check(self._granted(details.invocation_metadata), needed, details.method)
-        except (NotAuthenticated, NotAllowed) as error:
+            granted = self._granted(details.invocation_metadata)
+            _check(granted, needed, details.method)
+            if granted == Access.READ:
+                self._count_read()
+        except (NotAuthenticated, NotAllowed, TooManyCalls) as error:
             return _refusal(error)
         return await continuation(handler_call_details)
+
+    def _count_read(self) -> None:
+        """Counts the RPC that the current task serves until the task ends, so also while its request has not come.
+        Raises TooManyCalls where it would be more than MOST_READS."""
+        if self._reads >= MOST_READS:
+            raise TooManyCalls(f"{MOST_READS} RPCs with a token to read are open already")
+        task = asyncio.current_task()
+        assert task is not None, "gRPC serves each RPC in a task"
+        self._reads += 1
+        task.add_done_callback(self._end_read)
+
+    def _end_read(self, task: asyncio.Task[Any]) -> None:
+        self._reads -= 1
 
 
 def _check(granted: Access, needed: Access, path: str) -> None:

@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import pytest
 from google.rpc import status_pb2
 
 from deploy.certificates import TABLE, write_certificates
-from rlhf import channels
+from rlhf import channels, guard
 from rlhf.access import LIBRARY_METHODS, Access
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES
 from rlhf.security import PLAINTEXT, Security, adopted
@@ -340,6 +340,47 @@ def test_more_calls_at_a_time_than_there_may_be_are_refused(monkeypatch: pytest.
             return found + again
 
     assert while_serving(PLAINTEXT, use) == ["RESOURCE_EXHAUSTED", "OK"]
+
+
+def test_streams_with_a_token_to_read_leave_rpcs_to_other_tokens(
+    security: Security, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those whose request never comes."""
+    monkeypatch.setattr(channels, "MOST_RPCS", 16)
+    monkeypatch.setattr(guard, "MOST_READS", 2)
+    release = SERVICES["worker"]["Release"].path
+    to_read, to_call = security.tokens[Access.READ], security.tokens[Access.CALL]
+    ended = threading.Event()
+
+    def request_that_never_comes() -> Iterator[bytes]:
+        ended.wait(TIMEOUT_S)
+        yield from ()
+
+    def use(address: str) -> None:
+        with wait_ready(address, certificates) as channel:
+            metadata = (("authorization", f"Bearer {to_read}"),)
+            watch: Any = channel.unary_stream(SERVICES["worker"]["Watch"].path)
+            opened = [watch(b"", timeout=10, metadata=metadata)]
+            next(opened[0])
+            check: Any = channel.stream_stream("/grpc.health.v1.Health/Check")
+            opened += [check(request_that_never_comes(), timeout=10, metadata=metadata) for _ in range(19)]
+            deadline = time.monotonic() + 5
+            while sum(each.done() for each in opened) < 18:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert codes(channel, [DESCRIBE], to_read) == {DESCRIBE: "RESOURCE_EXHAUSTED"}
+            assert codes(channel, [DESCRIBE, release], to_call) == {DESCRIBE: "OK", release: "OK"}
+            for each in opened:
+                each.cancel()
+            ended.set()
+            deadline = time.monotonic() + 5
+            while codes(channel, [DESCRIBE], to_read) != {DESCRIBE: "OK"}:
+                assert time.monotonic() < deadline
+
+    try:
+        while_serving(security, use)
+    finally:
+        ended.set()
 
 
 def test_more_connections_than_there_may_be_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
