@@ -149,7 +149,7 @@ class Fetcher:
 
     def forget(self, source: Endpoint) -> None:
         """Closes what is kept open to a rank whose rows no call names any more. Returns at once; a fetch from it that
-        is under way may fail, and a later one connects again."""
+        is under way over tcp or grpc ends with Refused, and a later one connects again."""
         self._choice.forget(source)
         self._taker.forget(source)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
 
 import grpc
 import grpc.experimental
@@ -14,7 +15,7 @@ from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import Handler, Reader, Reading, Source, Transport
 from nccl_transfer.transports.common import check_request, remaining_s, stream_channel, with_retries
 from nccl_transfer.transports.sink import Sink
-from rlhf.errors import ServiceLost, TransferError, from_rpc_error
+from rlhf.errors import Refused, ServiceLost, TransferError, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
 
@@ -34,6 +35,8 @@ class GrpcReader(Reader):
     def __init__(self, channel: Callable[[str], grpc.Channel] = stream_channel) -> None:
         self._open = channel
         self._channels: dict[str, grpc.Channel] = {}
+        self._streams: dict[Any, Endpoint] = {}
+        """Responses of reads under way, and their sources."""
         self._lock = threading.Lock()
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
@@ -50,7 +53,11 @@ class GrpcReader(Reader):
 
     def forget(self, source: Endpoint) -> None:
         with self._lock:
-            self._channels.pop(source.address, None)  # its connection ends with the last read that uses it
+            # Its connection ends with the last read that uses it, which may be from a new rank at the same address.
+            self._channels.pop(source.address, None)
+            forgotten = [each for each, known in self._streams.items() if known == source]
+        for responses in forgotten:
+            responses.cancel()
 
     def close(self) -> None:
         with self._lock:
@@ -61,15 +68,23 @@ class GrpcReader(Reader):
     def _stream(self, source: Endpoint, sink: Sink, deadline: float) -> None:
         channel = self._channel(source.address)
         request = pb.FetchRequest(epoch=source.epoch, ranges=sink.missing())
+        stub = pb_grpc.TransferServiceStub(channel)
+        responses: Any = stub.Fetch(request, timeout=remaining_s(deadline, source))
+        with self._lock:
+            self._streams[responses] = source
         try:
-            stub = pb_grpc.TransferServiceStub(channel)
-            for response in stub.Fetch(request, timeout=remaining_s(deadline, source)):
+            for response in responses:
                 _write(sink, memoryview(response.data), source)
         except grpc.RpcError as error:
+            if responses.cancelled():
+                raise Refused(f"{source}: no call names it any more") from error
             mapped = from_rpc_error(error, str(source))
             if isinstance(mapped, ServiceLost):
                 self._forget(source.address, channel)
             raise mapped from error
+        finally:
+            with self._lock:
+                del self._streams[responses]
         if sink.missing():
             raise TransferError(f"{source}: the stream ended before all bytes were sent")
 

@@ -30,7 +30,7 @@ from nccl_transfer.transports.tcp_wire import (
     REQUEST,
     disconnect,
 )
-from rlhf.errors import DeadlineExceeded, ServiceLost, TransferError, from_status
+from rlhf.errors import DeadlineExceeded, Refused, ServiceLost, TransferError, from_status
 from rlhf.security import current
 from rlhf.v1 import transfer_pb2 as pb
 
@@ -44,7 +44,7 @@ class TcpReader(Reader):
     def __init__(self) -> None:
         self._idle: dict[Endpoint, list[socket.socket]] = {}
         self._busy: dict[socket.socket, Endpoint | None] = {}
-        """Connections of reads under way, by their sources; None: to be closed after the read."""
+        """Connections of reads under way, by their sources; None: one that was forgotten."""
         self._lock = threading.Lock()
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
@@ -64,7 +64,10 @@ class TcpReader(Reader):
     def forget(self, source: Endpoint) -> None:
         with self._lock:
             idle = self._idle.pop(source, [])
-            self._busy = {each: None if known == source else known for each, known in self._busy.items()}
+            for connection in [each for each, known in self._busy.items() if known == source]:
+                self._busy[connection] = None
+                # The thread that reads from it sees its end and closes it.
+                disconnect(connection)
         for connection in idle:
             connection.close()
 
@@ -94,16 +97,22 @@ class TcpReader(Reader):
     @contextlib.contextmanager
     def _connected(self, source: Endpoint, port: int, deadline: float) -> Iterator[socket.socket]:
         """Context manager that yields a connection to `source`, idle or new. The connection is kept for later reads
-        unless the block raises or the source is forgotten, which closes it."""
-        connection = self._pooled(source) or _connect(source, port, deadline)
+        unless the block raises or the source is forgotten, which closes it. Raises Refused where the connection broke
+        since the source was forgotten."""
+        pooled = self._pooled(source)
+        connection = pooled or _connect(source, port, deadline)
         with self._lock:
             self._busy[connection] = source
         try:
+            if pooled is None:
+                _shake_hands(connection, source, deadline)
             yield connection
-        except BaseException:
+        except BaseException as error:
             with self._lock:
-                self._busy.pop(connection, None)
+                is_known = self._busy.pop(connection) is not None
             connection.close()
+            if isinstance(error, ServiceLost) and not is_known:
+                raise Refused(f"{source}: no call names it any more") from error
             raise
         with self._lock:
             is_kept = self._busy.pop(connection) is not None
@@ -147,20 +156,33 @@ def _advert_of(source: Endpoint) -> tuple[int, bytes]:
 
 
 def _connect(source: Endpoint, port: int, deadline: float) -> socket.socket:
+    """Connects to a source, without a TLS handshake yet."""
     host = source.address.rpartition(":")[0].strip("[]")
     certificates = current().certificates
-    try:
+    with _reaching(source):
         connection = socket.create_connection((host, port), remaining_s(deadline, source))
-        if certificates is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection if certificates is None else certificates.connect_tls(connection, host)
+
+
+def _shake_hands(connection: socket.socket, source: Endpoint, deadline: float) -> None:
+    """Performs the handshake of a new connection where it has TLS."""
+    if isinstance(connection, ssl.SSLSocket):
+        with _reaching(source):
             connection.settimeout(remaining_s(deadline, source))
-            connection = certificates.connect_tls(connection, host)
+            connection.do_handshake()
+
+
+@contextlib.contextmanager
+def _reaching(source: Endpoint) -> Iterator[None]:
+    """Context manager that turns errors of connecting to a source into DeadlineExceeded and ServiceLost."""
+    try:
+        yield
     except TimeoutError as error:
         raise DeadlineExceeded(f"{source}: no connection to its data port by the deadline") from error
     except OSError as error:
         why = error.strerror or error
         raise ServiceLost(f"{source}: cannot be reached or died: its data port: {why}") from error
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
 
 
 def _receive(connection: socket.socket, source: Endpoint, sink: Sink, deadline: float) -> None:

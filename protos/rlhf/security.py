@@ -74,9 +74,11 @@ class Certificates:
         return self._server_context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def connect_tls(self, connection: socket.socket, host: str) -> ssl.SSLSocket:
-        """Wraps a client's connection to `host` and performs the handshake within the socket's timeout. Raises OSError
-        where it fails, as where the server has no certificate of the CA for its name."""
-        return self._client_context.wrap_socket(connection, server_hostname=self.server_name or host)
+        """Wraps a client's connection to `host`, without a handshake yet; that raises OSError where it fails, as where
+        the server has no certificate of the CA for its name."""
+        return self._client_context.wrap_socket(
+            connection, server_hostname=self.server_name or host, do_handshake_on_connect=False
+        )
 
     @cached_property
     def server_credentials(self) -> grpc.ServerCredentials:

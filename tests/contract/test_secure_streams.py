@@ -6,8 +6,10 @@ import contextlib
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from nccl_transfer.testing.transports.rows import assert_same_bits, random_array
 from nccl_transfer.transports import tcp_source
 from nccl_transfer.transports.tcp_source import TcpSource
 from nccl_transfer.transports.tcp_wire import ADVERT, MAGIC, REQUEST
-from rlhf.errors import ServiceLost
+from rlhf.errors import Refused, ServiceLost
 from rlhf.security import PLAINTEXT, Security, adopted
 from rlhf.v1 import transfer_pb2 as pb
 from settings.security import SecurityTable, load_security
@@ -187,6 +189,35 @@ def test_clients_that_connect_and_reset_do_not_hold_up_a_reader(
     assert not caplog.records
 
 
+def test_a_source_that_does_not_answer_a_handshake_is_waited_for_until_it_is_forgotten(
+    security: Security,
+) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        adopted(security),
+        source(security) as (store, _),
+        contextlib.closing(Fetcher("elsewhere", create_readers(["tcp"]))) as fetcher,
+    ):
+        assert store.endpoint
+        advert = ADVERT.pack(silent.getsockname()[1], bytes(16))
+        store.endpoint = endpoint = replace(store.endpoint, adverts={"tcp": advert})
+        batch = put(store, x=np.zeros(4, np.uint8))
+
+        def forget_when_connected() -> None:
+            connection, _ = silent.accept()
+            with connection:
+                connection.recv(1)
+                fetcher.forget(endpoint)
+
+        forgetting = threading.Thread(target=forget_when_connected)
+        forgetting.start()
+        start = time.monotonic()
+        with pytest.raises(Refused, match="no call names it any more"):
+            fetcher.fetch(batch, start + 40)
+        assert time.monotonic() - start < 20
+        forgetting.join()
+
+
 def test_a_slow_reader_is_not_cut_off_while_it_receives(
     security: Security, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +237,7 @@ def test_a_slow_reader_is_not_cut_off_while_it_receives(
         plain.connect(("127.0.0.1", server.port))
         received = 0
         with security.certificates.connect_tls(plain, "127.0.0.1") as reader:
+            reader.do_handshake()
             reader.sendall(REQUEST.pack(MAGIC, key_of(server), len(message)) + message)
             while received < nbytes:
                 wanted = received + at_once

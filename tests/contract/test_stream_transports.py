@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from nccl_transfer.transports import host_id
 from nccl_transfer.transports.tcp_wire import ADVERT
 from rlhf.errors import (
     DeadlineExceeded,
+    Refused,
     ServiceLost,
     TransferError,
 )
@@ -56,6 +58,40 @@ def test_a_peer_that_hangs_in_the_middle_of_a_stream_ends_the_read_at_its_deadli
     with pytest.raises(DeadlineExceeded, match=re.escape(str(mortal_peer.endpoint))):
         fetch(stream, batch, within_s=0.5)
     assert time.monotonic() - start < 1.5
+
+
+def test_a_peer_that_hangs_is_waited_for_no_longer_once_it_is_forgotten(stream, mortal_peer):
+    """It is not connected to again either."""
+    batch = mortal_peer.put(random_array("uint8", (1, 6 * MIB)))
+    mortal_peer.ask("configure", pause_after=3)
+
+    def forget_when_paused():
+        assert mortal_peer.answer() == {"event": "paused"}
+        stream.forget(mortal_peer.endpoint)
+
+    forgetting = threading.Thread(target=forget_when_paused)
+    forgetting.start()
+    start = time.monotonic()
+    with pytest.raises(Refused, match="no call names it any more"):
+        fetch(stream, batch, within_s=40)
+    assert time.monotonic() - start < 20
+    forgetting.join()
+
+
+def test_a_peer_that_hangs_is_waited_for_where_another_one_is_forgotten(stream, mortal_peer):
+    """Such as the rank that was at its address before."""
+    batch = mortal_peer.put(random_array("uint8", (1, 6 * MIB)))
+    mortal_peer.ask("configure", pause_after=3)
+
+    def forget_when_paused():
+        assert mortal_peer.answer() == {"event": "paused"}
+        stream.forget(replace(mortal_peer.endpoint, epoch=EPOCH + 1))
+
+    forgetting = threading.Thread(target=forget_when_paused)
+    forgetting.start()
+    with pytest.raises(DeadlineExceeded):
+        fetch(stream, batch, within_s=1)
+    forgetting.join()
 
 
 def test_a_reader_that_takes_nothing_neither_fills_its_source_nor_holds_up_others(peer):
