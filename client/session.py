@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from client.gate import Gate
+from client.unread import UnreadErrors
 from client.waiting import settle
 from rlhf.errors import DeadlineExceeded, InvalidRequest
 from rlhf.v1 import common_pb2
@@ -59,6 +60,7 @@ class StepContext:
         self._ordinals: Counter[tuple[str, str]] = Counter()
         self._controller_bytes = 0
         self._calls: set[Future[Any]] = set()
+        self._unread = UnreadErrors()
         self._lock = threading.Lock()
 
     @property
@@ -101,15 +103,25 @@ class StepContext:
         with self._lock:
             self.noted[name] = self.noted.get(name, 0.0) + count
 
-    def made(self, call: Future[Any]) -> None:
-        """Records a call made in this step by its future, so that `wait` waits for it; forgets it when it is done."""
+    def made(self, call: Future[Any], name: str = "") -> None:
+        """Records a call made in this step by its future, so that `wait` waits for it; forgets it when it is done.
+        `name`: SERVICE.METHOD of a call that makes no columns, whose error `raise_unread` raises. Default: its error is
+        raised where its columns are read."""
         with self._lock:
             self._calls.add(call)
+        if name:
+            self._unread.watch(call, name)
         call.add_done_callback(self._forget)
 
+    def raise_unread(self) -> None:
+        """Raises the error of the first call without columns that has failed so far, if nobody has read it: neither has
+        a wait for the call or for columns that need it raised it, nor was the call cancelled. Its text names step,
+        service and method. Further such errors are forgotten."""
+        self._unread.raise_first(f"step {self.number}")
+
     def wait(self, timeout_s: float) -> None:
-        """Blocks until the calls that `made` has recorded so far are done. Does not raise the errors of the calls,
-        which are raised where their results are read.
+        """Blocks until the calls that `made` has recorded so far are done. Does not raise the errors of the calls; see
+        `raise_unread`.
 
         Raises:
             DeadlineExceeded: A call is still under way after `timeout_s` seconds.

@@ -218,11 +218,13 @@ class Cluster:
         """Blocks until no call of a step is under way, and then frees the rows that its calls made, on every rank.
         Raises DeadlineExceeded where a call does not end in time, and RlhfError where a rank cannot free its rows."""
         step.wait(self._placement.longest_wait_s() + CLOSE_S)
+        if step.has_ended:
+            step.raise_unread()
         results([group.release(step) for group in self._ours.values()])
 
     def end_step(self, step: StepContext) -> None:
         """Marks a step as ended, so that later calls on its rows belong to the newest step, and frees its rows as
-        `release` does."""
+        `release` does, after `StepContext.raise_unread`."""
         step.has_ended = True
         self.release(step)
 

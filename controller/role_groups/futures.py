@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
+from client.unread import error_of, mark_read
 from client.waiting import settle, thread_begins
 from rlhf.errors import DeadlineExceeded
 
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 def results(futures: Sequence[Future[T]], timeout_s: float | None = None) -> list[T]:
     """Waits for all futures and returns their results, in order. Raises the exception of the first future that fails,
-    without waiting for the others.
+    without waiting for the others; the errors of all of them are then read (see `mark_read`).
 
     Args:
         futures: The futures.
@@ -28,6 +29,15 @@ def results(futures: Sequence[Future[T]], timeout_s: float | None = None) -> lis
         DeadlineExceeded: Futures are still pending after `timeout_s`.
     """
     settle(futures)
+    try:
+        return _results(futures, timeout_s)
+    except Exception:
+        if any(future.done() and error_of(future) for future in futures):
+            mark_read(futures)
+        raise
+
+
+def _results(futures: Sequence[Future[T]], timeout_s: float | None) -> list[T]:
     if len(futures) == 1:
         return [_only(futures[0], timeout_s)]
     done, pending = wait(futures, timeout_s, FIRST_EXCEPTION)

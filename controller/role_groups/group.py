@@ -20,7 +20,7 @@ from controller.role_groups.chunked_call import batch_of, first_rows, is_row_wis
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import Promise, lateness_of, pass_on, resolved
-from controller.role_groups.joint_calls import JointCalls, JointPlaces, in_places
+from controller.role_groups.joint_calls import SYNC, JointCalls, JointPlaces, in_places
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Place, Placement
 from nccl_transfer.refs.wire_ranks import endpoint_from_proto, mesh_from_proto
@@ -206,7 +206,8 @@ class CallingGroup:
                 )
                 return self._loop.start(call.run(self.running))
 
-        return _begun(begin, step, max(lateness, lateness_of(rows.columns.values())))
+        lateness = max(lateness, lateness_of(rows.columns.values()))
+        return _begun(begin, step, lateness, "" if method.outputs else f"{self.name}.{name}")
 
     def call_with(
         self,
@@ -249,7 +250,8 @@ class CallingGroup:
                     group._settled = later.get(group.name, held).ended
                 return self._loop.start(in_places(JointPlaces(held, later, first), moved, calls, step))
 
-        return FutureBatch(0, {}, (_begun(begin, step, AFTER_UPDATES if self._learns else 0),), of)
+        begun = _begun(begin, step, AFTER_UPDATES if self._learns else 0, f"{self.name}.{SYNC}")
+        return FutureBatch(0, {}, (begun,), of)
 
     def runs_beside(self, name: str) -> bool:
         """Whether the ranks execute a call of a method beside the others."""
@@ -284,11 +286,9 @@ class CallingGroup:
     def _move(self, name: str, step: StepContext, moved: Sequence[Future[Any]]) -> Future[Any]:
         """Starts `offload` or `onload` before another call of a step. `moved`: as of a `GroupCall`. Does not wait."""
         place = self._placement.enter(self._devices, self.ranks, longest_time(self.session, name))
-        header = self.session.header(step, self.name, name)
-        method, nothing = self._methods[name], FutureBatch(0, {})
-        call = GroupCall(self._callee, method, header, nothing, {}, step, place, moved)
-        result = self._loop.start(call.run(self.running))
-        step.made(result)
+        header, nothing = self.session.header(step, self.name, name), FutureBatch(0, {})
+        call = GroupCall(self._callee, self._methods[name], header, nothing, {}, step, place, moved)
+        step.made(result := self._loop.start(call.run(self.running)), f"{self.name}.{name}")
         return result
 
 
@@ -380,20 +380,21 @@ class RoleGroup(CallingGroup):
         return self.call("profile", directory=directory, calls=calls)
 
 
-def _begun(begin: Callable[[], Future[T]], step: StepContext, lateness: int) -> Future[T]:
+def _begun(begin: Callable[[], Future[T]], step: StepContext, lateness: int, name: str = "") -> Future[T]:
     """Begins a call, records it in its step, and returns its future without waiting.
 
     Args:
         begin: Function that enters the call into the order of calls and starts it.
         step: The step that it belongs to.
         lateness: Which gate of the step keeps the call until it is opened; see `StepContext.gate_of`.
+        name: As for `StepContext.made`.
     """
     if gate := step.gate_of(lateness):
         result: Future[T] = Promise(lateness)
         gate.keep(lambda: pass_on(begin(), result), result)
     else:
         result = begin()
-    step.made(result)
+    step.made(result, name)
     return result
 
 

@@ -15,6 +15,9 @@ from controller.role_groups.placement import Place
 from nccl_transfer.refs.batch import Batch
 from rlhf.errors import DeadlineExceeded
 
+SYNC = "sync_weights"
+"""Method in the record of a whole transfer of weights."""
+
 
 @dataclass(frozen=True)
 class JointPlaces:

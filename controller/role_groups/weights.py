@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from client.session import StepContext
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.group import LATE_S, RoleGroup
-from controller.role_groups.joint_calls import JointPlaces
+from controller.role_groups.joint_calls import SYNC, JointPlaces
 from rlhf.errors import CallCancelled, PeerFailed, ServiceLost
 from rlhf.v1 import weights_pb2
 
@@ -22,8 +22,6 @@ SETTLE_S = 5.0
 it may know the cause."""
 STAGES = ("describe_weights", "send_weights", "commit_weights")
 """Methods whose times add up to the longest time of a transfer."""
-SYNC = "sync_weights"
-"""Method in the record of a whole transfer."""
 PARTS = ("send_weights", "load_weights", "commit_weights")
 """Methods of the calls that a transfer is made of, whose times are part of that of SYNC."""
 

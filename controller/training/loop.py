@@ -210,6 +210,7 @@ class StepLoop:
         if opened.gate:
             opened.gate.open()
         step.wait()
+        step.context.raise_unread()  # of calls that have failed by now, before anything is evaluated
         now_s = self._cluster.session.now()
         seconds = now_s - max(opened.started_s, self._ended_s)
         self._recorder.calls(number, step.records)

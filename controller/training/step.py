@@ -129,7 +129,9 @@ class Step:
     def finish(self, *batches: FutureBatch) -> None:
         """Ends the step, after its last call. Must be called in each step; sets `batch` to the first of these batches,
         which must be the one that the step trained on. Waits for all calls that made the batches, and raises the error
-        of the first that fails; where steps overlap, `Run.steps` does so when it ends the step."""
+        of the first that fails; where steps overlap, `Run.steps` does so when it ends the step. Errors of other calls
+        that make no columns, such as updates, are raised by `Run.steps` when it ends the step, unless they were read
+        before."""
         self.batch, self.is_finished = batches[0], True
         self.calls = list(dict.fromkeys(call for batch in batches for call in batch.calls))
         if not self._overlaps:

@@ -7,7 +7,8 @@ from typing import Any
 
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import CallRecord, mean_metrics
-from controller.role_groups.weights import PARTS, SYNC
+from controller.role_groups.joint_calls import SYNC
+from controller.role_groups.weights import PARTS
 from controller.tracking.transfer import transfer_metrics
 from controller.training.columns import count_tokens
 from controller.training.evaluation import mean_of_scored, row_scores
