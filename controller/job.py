@@ -13,11 +13,13 @@ from controller.checkpoints.termination import Termination
 from controller.config.config import AnyConfig, as_config
 from controller.opening import open_planned
 from controller.plan import Plan
+from controller.restarts import Restarts
 from controller.role_groups.cluster import spare_garbage_collector
 from controller.tracking.metrics import read_metrics
 from controller.tracking.progress import Progress
 from controller.training.algorithm import Algorithm, UnreadOptions
 from controller.training.run import Run
+from rlhf.errors import RlhfError
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,14 @@ def run(
         RlhfError: The run failed; the text is one line that names service, rank and cause.
     """
     plan = Plan.of(as_algorithm(algorithm), as_config(config))
-    opened = open_planned(
+    return _executed(
         plan,
-        Progress(),
         launch=launch,
         keep_weights=keep_weights,
         take_over=take_over,
-        termination=termination,
+        owns_process=owns_process,
+        termination=termination or Termination(),
     )
-    return _executed(plan, opened, owns_process=owns_process)
 
 
 def resume(
@@ -107,17 +108,53 @@ def resume(
         RlhfError: A file of the checkpoint is damaged, which the text names; or the run failed.
     """
     plan = Plan.resuming(Path(run_dir), algorithm, settings, elsewhere=elsewhere, is_warm=not launch)
-    opened = open_planned(plan, Progress(), launch=launch, take_over=take_over, termination=termination)
-    return _executed(plan, opened, owns_process=owns_process)
+    return _executed(
+        plan,
+        settings,
+        launch=launch,
+        take_over=take_over,
+        owns_process=owns_process,
+        termination=termination or Termination(),
+    )
 
 
-def _executed(plan: Plan, opened: Run, *, owns_process: bool) -> FinishedRun:
-    """Executes the algorithm of a plan on its opened run, closes the run, and returns it."""
-    with opened:
-        if owns_process:
-            spare_garbage_collector()
-        plan.algorithm(opened)
-        return FinishedRun(opened.directory, opened.finish(plan.algorithm.trains))
+def _executed(
+    plan: Plan,
+    settings: tuple[str, ...] = (),
+    *,
+    launch: bool,
+    keep_weights: bool = False,
+    take_over: bool,
+    owns_process: bool,
+    termination: Termination,
+) -> FinishedRun:
+    """Executes a plan and returns its run when it has ended. Where the run loses a service, resumes it up to
+    `checkpoint.restarts` times; see `Restarts`. The arguments are those of `run` and `resume`."""
+    progress, restarts = Progress(), Restarts(plan.config.checkpoint.restarts, launches=launch)
+    run_dir: Path | None = None
+    while True:
+        try:
+            with open_planned(
+                plan,
+                progress,
+                launch=launch,
+                keep_weights=keep_weights,
+                take_over=take_over,
+                termination=termination,
+            ) as opened:
+                run_dir = opened.directory
+                if owns_process:
+                    spare_garbage_collector()
+                plan.algorithm(opened)
+                return FinishedRun(run_dir, opened.finish(plan.algorithm.trains))
+        except RlhfError as error:
+            if run_dir is None or termination.is_requested:
+                raise
+            termination.grace_s = 0.0
+            progress.message(restarts.next(error, run_dir))
+        restarts.pause()
+        plan = Plan.resuming(run_dir, plan.algorithm, settings, elsewhere=plan.elsewhere, is_warm=not launch)
+        progress, keep_weights, take_over = Progress(), False, False
 
 
 def by_hand(run: Run) -> None:

@@ -23,6 +23,9 @@ class CheckpointTable(Strict):
     newest ones. Checkpoints of steps without the metric do not count. Empty: none."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Direction in which the metric `best` is better."""
+    restarts: int = Field(default=0, ge=0)
+    """Number of times that the command restarts the run from one checkpoint, after a process of a service has died or
+    is stuck. A newer checkpoint allows as many again. 0: the run ends."""
     grace_s: float = Field(default=20.0, ge=0, le=LONGEST_S)
     """Time, in seconds, that the command has after SIGTERM to finish its step and write a checkpoint before it ends.
     After it, or at a second SIGTERM, it ends without. 0: it ends at once. Without `every` and `at_end` it has no
@@ -37,4 +40,6 @@ class CheckpointTable(Strict):
     def _check(self) -> CheckpointTable:
         if self.best and not self.every:
             raise ValueError(f"best: {self.best!r} needs every, the number of steps between checkpoints")
+        if self.restarts and not self.every:
+            raise ValueError("restarts needs every, the number of steps between checkpoints")
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import random
 import re
@@ -93,19 +94,61 @@ def undisturbed(config: Config, directory: Path, algorithm: str) -> Results:
         return Results.of(run.run_dir)
 
 
+@pytest.fixture(scope="module")
+def small(config: Config) -> Config:
+    """The config of a run of Dr. GRPO with two services of its own."""
+    chosen = launched(config, {"actor": "lone_actor", "reward": "reward"})
+    return with_tables(chosen, run={"steps": 4, "evaluate_every": 3}, rollout={"samples_per_prompt": 2})
+
+
+@pytest.fixture(scope="module")
+def expected(small: Config, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return undisturbed(small, tmp_path_factory.mktemp("undisturbed"), "dr_grpo")
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_with_its_services_goes_on_with_the_same_results(
-    config: Config, tmp_path: Path
+    small: Config, expected: Results, tmp_path: Path
 ) -> None:
-    chosen = launched(config, {"actor": "lone_actor", "reward": "reward"})
-    chosen = with_tables(chosen, run={"steps": 4, "evaluate_every": 3}, rollout={"samples_per_prompt": 2})
-    expected = undisturbed(chosen, tmp_path, "dr_grpo")
     with resumable(
-        with_tables(chosen, checkpoint={"every": 1}), tmp_path, algorithm="dr_grpo", options=LAUNCHED
+        with_tables(small, checkpoint={"every": 1}), tmp_path, algorithm="dr_grpo", options=LAUNCHED
     ) as run:
         run.kill_after(run.start(), 2)
         run.finish(run.resume())
         assert Results.of(run.run_dir) == expected
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_services_restarts_by_itself_and_has_the_same_results(
+    small: Config, expected: Results, tmp_path: Path
+) -> None:
+    table = with_tables(small, checkpoint={"every": 1, "restarts": 1})
+    with resumable(table, tmp_path, algorithm="dr_grpo", options=LAUNCHED) as run:
+        process = run.start()
+        for step, victim in ((1, "actor"), (3, "reward")):
+            lose(run, process, step, victim)
+        out, err = run.finish(process)
+        assert Results.of(run.run_dir) == expected
+        assert not err
+        for name in ("actor", "reward"):
+            assert f"error: service {name}: " in out
+        assert out.count("; restart 1 of 1 from the checkpoint of step ") == 2
+        assert len(resumed_after(run)) == 2
+        assert len(list((run.run_dir / "logs").glob("from-step-*"))) == 2
+
+
+def lose(run: Resumable, process: subprocess.Popen[str], step: int, victim: str) -> None:
+    """Kills a rank of a service after the checkpoint of a step."""
+    wait_until(
+        lambda: run.has_checkpoint(step) or process.poll() is not None, RUN_TIMEOUT_S, f"checkpoint {step}"
+    )
+    assert process.poll() is None, process.communicate()
+    os.kill(rank_of(run, victim), signal.SIGKILL)
+
+
+def resumed_after(run: Resumable) -> list[int]:
+    """The steps after which a run was resumed."""
+    return [entry["step"] for entry in json.loads((run.run_dir / "run.json").read_text())["resumed"]]
 
 
 def kill_and_resume(run: Resumable, steps: list[int]) -> None:

@@ -1,0 +1,54 @@
+"""Restarts of a run that has lost a service, from its newest checkpoint."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from controller.checkpoints.store import CheckpointStore
+from rlhf.errors import CorruptWeights, DeadlineExceeded, PeerFailed, RlhfError, ServiceLost
+
+LOST = (ServiceLost, DeadlineExceeded, PeerFailed)
+"""Errors of a process that has died, is stuck, or has left its collectives."""
+LONGEST_PAUSE_S = 60.0
+
+
+class Restarts:
+    """Decides which errors of a run are followed by a restart from its newest checkpoint.
+
+    Args:
+        allowed: Number of restarts from one checkpoint, `checkpoint.restarts`; a newer checkpoint allows as many again.
+        launches: Whether each restart starts the services anew. They then load all that they hold, so weights that were
+            found to be corrupt are a reason to restart too.
+    """
+
+    def __init__(self, allowed: int, *, launches: bool) -> None:
+        self._allowed = allowed
+        self._reasons: tuple[type[RlhfError], ...] = (*LOST, CorruptWeights) if launches else LOST
+        self._step = 0
+        self._made = 0
+
+    def next(self, error: RlhfError, run_dir: Path) -> str:
+        """Counts a restart, and returns a line for the terminal that has the error, its number and the step of the
+        checkpoint. Raises `error` where no restart follows: it is of another kind, there is no checkpoint, or the
+        newest one had all of its restarts.
+
+        Args:
+            error: Error that has ended the run.
+            run_dir: The run directory.
+        """
+        commits = CheckpointStore(run_dir).commits() if isinstance(error, self._reasons) else []
+        if not commits:
+            raise error
+        if commits[-1].step != self._step:
+            self._step, self._made = commits[-1].step, 0
+        if self._made >= self._allowed:
+            raise error
+        self._made += 1
+        return f"error: {error}; restart {self._made} of {self._allowed} from the checkpoint of step {self._step}"
+
+    def pause(self) -> None:
+        """Waits before a restart that is not the first from its checkpoint: 1 s, then twice as long each time, at most
+        `LONGEST_PAUSE_S`."""
+        if self._made > 1:
+            time.sleep(min(2.0 ** (self._made - 2), LONGEST_PAUSE_S))

@@ -1,0 +1,82 @@
+"""Which errors of a run are followed by a restart, and how many restarts a checkpoint has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from unit.test_checkpoints import write
+
+from controller.checkpoints.store import CheckpointStore
+from controller.config.checkpoint import CheckpointTable
+from controller.restarts import Restarts
+from rlhf.errors import (
+    ConfigError,
+    CorruptWeights,
+    DeadlineExceeded,
+    OutOfStep,
+    RewardFailed,
+    RlhfError,
+    ServiceLost,
+)
+
+LOST = ServiceLost("service critic: rank 0 was killed by SIGKILL")
+
+
+def test_each_checkpoint_has_as_many_restarts(tmp_path: Path) -> None:
+    restarts, store = Restarts(2, launches=True), CheckpointStore(tmp_path)
+    write(store, 3)
+    lines = [restarts.next(LOST, tmp_path), restarts.next(LOST, tmp_path)]
+    assert lines == [
+        f"error: {LOST}; restart {number} of 2 from the checkpoint of step 3" for number in (1, 2)
+    ]
+    with pytest.raises(ServiceLost):
+        restarts.next(LOST, tmp_path)
+    write(store, 4)
+    assert restarts.next(LOST, tmp_path).endswith("restart 1 of 2 from the checkpoint of step 4")
+
+
+def test_without_a_checkpoint_there_is_no_restart(tmp_path: Path) -> None:
+    with pytest.raises(ServiceLost):
+        Restarts(2, launches=True).next(LOST, tmp_path)
+
+
+@pytest.mark.parametrize("launches", [False, True])
+@pytest.mark.parametrize("kind", [ServiceLost, DeadlineExceeded, OutOfStep, CorruptWeights])
+def test_only_services_that_are_launched_are_restarted_for_corrupt_weights(
+    kind: type[RlhfError], launches: bool, tmp_path: Path
+) -> None:
+    write(CheckpointStore(tmp_path), 3)
+    restarts = Restarts(1, launches=launches)
+    if kind is CorruptWeights and not launches:
+        with pytest.raises(CorruptWeights):
+            restarts.next(kind("it"), tmp_path)
+    else:
+        assert restarts.next(kind("it"), tmp_path)
+
+
+@pytest.mark.parametrize("kind", [RlhfError, ConfigError, RewardFailed])
+def test_an_error_that_would_come_again_is_no_reason(kind: type[RlhfError], tmp_path: Path) -> None:
+    write(CheckpointStore(tmp_path), 3)
+    error = kind("it")
+    with pytest.raises(kind) as raised:
+        Restarts(1, launches=True).next(error, tmp_path)
+    assert raised.value is error
+
+
+def test_a_first_restart_does_not_wait_and_later_ones_wait_longer_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("controller.restarts.time.sleep", slept.append)
+    write(CheckpointStore(tmp_path), 3)
+    restarts = Restarts(9, launches=True)
+    for _ in range(9):
+        restarts.next(LOST, tmp_path)
+        restarts.pause()
+    assert slept == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_restarts_need_checkpoints() -> None:
+    with pytest.raises(ValueError, match=r"restarts needs every"):
+        CheckpointTable(restarts=1)
