@@ -76,8 +76,8 @@ def test_a_rank_receives_the_slices_that_it_lacks_and_no_other_byte(reports: Rep
 def test_the_peak_of_a_transition_is_the_shard_and_its_buckets(reports: Reports) -> None:
     for name, rank, report in each(reports):
         buckets = ROUND_BYTES * (len(reports) + 1) // len(reports)
-        # What threads of gloo free is not seen, so a peak may come out too high, never too low.
-        peak, shard = min(report["peak"])
+        # What threads of gloo free late counts at the wrong moment, so one of three peaks may be too high or too low.
+        _, (peak, shard), _ = sorted(report["peak"])
         # Every rank merges adapters into every other tensor, and keeps these until it has sent them.
         merged = 1.5 * shard if "adapters" in name else 0
         assert shard <= peak <= 1.02 * shard + buckets + merged, (name, rank, report["peak"])

@@ -141,7 +141,10 @@ def test_a_controller_that_was_replaced_while_it_was_stopped_changes_nothing(
         before = contents(run.run_dir)
         os.killpg(stale.pid, signal.SIGCONT)
         _, err = run.finish(stale, 1)
-        assert re.search(r"superseded|is not the current one|has ended|has taken it over", err), err
+        # Where it was stopped in a call, that may have failed on rows which the new session has released.
+        assert re.search(
+            r"superseded|is not the current one|has ended|has taken it over|was released", err
+        ), err
         assert contents(run.run_dir) == before
         assert Results.of(run.run_dir) == undisturbed
 
