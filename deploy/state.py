@@ -11,6 +11,8 @@ import fcntl
 import hashlib
 import json
 import os
+import pwd
+import stat
 import tempfile
 import time
 import uuid
@@ -112,11 +114,38 @@ def stop(deployment: Deployment, grace_s: float) -> bool:
 
 
 def _path(config: str) -> Path:
+    return _directory() / f"{hashlib.sha256(config.encode()).hexdigest()[:16]}.json"
+
+
+def _directory() -> Path:
+    """Returns the directory of the files of this user's deployments, which it makes where there is none. Every user can
+    write to its parent, so another one may have made it first.
+
+    Raises:
+        Refused: It is no directory, such as a symbolic link, or another user owns it or can read or write it.
+    """
     directory = Path(tempfile.gettempdir()) / f"rlhf-deploy-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    if directory.stat().st_uid != os.getuid():
-        raise Refused(f"{directory} belongs to another user")
-    return directory / f"{hashlib.sha256(config.encode()).hexdigest()[:16]}.json"
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    owner = f"owner: {_user_name(found.st_uid)}"
+    if not stat.S_ISDIR(found.st_mode):
+        raise Refused(f"{directory} ({owner}) has to be a directory, and no symbolic link; remove it")
+    if found.st_uid != os.getuid():
+        raise Refused(f"{directory} ({owner}) belongs to another user; have it removed, or set TMPDIR")
+    if found.st_mode & 0o077:
+        raise Refused(
+            f"{directory} ({owner}) has mode {stat.S_IMODE(found.st_mode):o}, so that others than its owner can use "
+            "it; it must be 700: remove it, or run chmod 700 where nobody else has written to it"
+        )
+    return directory
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
 
 
 def _parse(text: str) -> Deployment | None:
