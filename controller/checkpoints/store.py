@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.checkpoints.digests import Digest, digest_of, sha256_of_text
+from controller.tracking.ownership import Ownership
 from controller.tracking.run_directory import json_text, sync_directory, write_atomically, writing
 from rlhf.errors import RlhfError
 
@@ -72,6 +73,7 @@ class CheckpointStore:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir.resolve() / DIRECTORY
+        self._ownership = Ownership(run_dir)
         # Ranks may still write for a controller that was killed.
         self._partial = f".{secrets.token_hex(4)}{PARTIAL}"
 
@@ -110,8 +112,11 @@ class CheckpointStore:
             value: Its value in the step. Default: none.
 
         Raises:
-            RlhfError: A file of `written` is not there, or writing failed; earlier checkpoints are as before.
+            RlhfError: A file of `written` is not there, writing failed, or another process has taken over the run
+                directory; earlier checkpoints are as before.
         """
+        # Its new owner removes what others have begun, so before the first look at it too.
+        self._ownership.check()
         partial, place = self.partial(step), self.place(step)
         write_atomically(partial / CONTROLLER, state)
         with writing(self.path, partial.name):
@@ -119,6 +124,7 @@ class CheckpointStore:
             _check_written(partial, digests)
         files = json_text({name: asdict(digests[name]) for name in sorted(digests)}, indent=1) + "\n"
         write_atomically(partial / FILES, files)
+        self._ownership.check()
         self.remove(step)
         with writing(self.path, place.name):
             partial.rename(place)

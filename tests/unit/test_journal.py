@@ -14,7 +14,7 @@ from unit.test_checkpoints import write
 from client.fanout import FanOut
 from controller.checkpoints.journal import JOURNAL, Journal, content_of, read_journal, remove_journal
 from controller.checkpoints.resume_point import ResumePoint
-from controller.checkpoints.store import DIRECTORY, CheckpointStore
+from controller.checkpoints.store import COMMIT, DIRECTORY, CheckpointStore
 from controller.restoring import Restorer
 from controller.role_groups.cluster import SavedState
 from controller.tracking.marks import mark_files
@@ -187,6 +187,27 @@ class TestOwnership:
                 theirs.append(b"{}\n")
             mine.close()
             theirs.close()
+
+    @pytest.mark.parametrize("moment", ["before the commit", "while its files are checked"])
+    def test_a_process_that_lost_the_directory_commits_no_checkpoint(
+        self, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def check_written(*_: Any) -> None:
+            if moment == "while its files are checked":
+                (tmp_path / ".lock").write_text("7 elsewhere 0\n")
+
+        with RunDirectory(tmp_path).locked():
+            store = CheckpointStore(tmp_path)
+            old = write(store, 4)
+            begun = store.begin(4)
+            if moment == "before the commit":
+                (tmp_path / ".lock").write_text("7 elsewhere 0\n")
+            monkeypatch.setattr("controller.checkpoints.store._check_written", check_written)
+            with pytest.raises(RlhfError, match="process 7 of host elsewhere has taken it over"):
+                store.commit(4, "{}", {})
+            assert CheckpointStore(tmp_path).commits() == [old]
+            assert store.verify(old)
+            assert not (begun / COMMIT).exists()
 
 
 def test_the_state_of_a_service_is_that_of_its_last_call_on_all_ranks() -> None:
