@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,11 @@ class CallQueue:
     def __init__(self, worker: Worker, store: TensorStore, fetcher: Fetcher) -> None:
         self.worker = worker
         self._store = store
-        self.sessions = Sessions(self._end_session, is_shared=worker.is_frozen)
+        self.sessions = Sessions(
+            self._end_session,
+            is_shared=worker.is_frozen,
+            is_busy=lambda session: any(self._calls_of(session)),
+        )
         self.phase = RankPhase()
         self._introductions = Introductions(
             lambda: (store.endpoint, *worker.ranks.endpoints),
@@ -167,9 +171,8 @@ class CallQueue:
 
     def _end_session(self, name: str) -> None:
         """Stops a session's calls, frees its rows, and forgets its introductions."""
-        for call in self._calls.values():
-            if call.context.call.session == name:
-                self._runner.stop(call)
+        for call in self._calls_of(name):
+            self._runner.stop(call)
         self._store.end(name)
         self._introductions.forget(name)
         self._runner.end_session(name)
@@ -187,6 +190,7 @@ class CallQueue:
         if header.sequence and header.session not in self.sessions.names:
             self.sessions.open(header)
             self._turns.begin_session(header.session)
+        self.sessions.noticed(header.session)
         self._check_endpoints(method, request)
         meets = registration.collective and self.worker.ranks.size > 1
         call = ActiveCall(
@@ -213,6 +217,10 @@ class CallQueue:
             response.add_done_callback(partial(self._forget, call))
         self._responses.add(method, header, response)
         return response
+
+    def _calls_of(self, session: str) -> Iterator[ActiveCall]:
+        """Yields the calls of a session that wait or run."""
+        return (call for call in self._calls.values() if call.context.call.session == session)
 
     @property
     def _beside(self) -> list[ActiveCall]:
@@ -267,6 +275,7 @@ class CallQueue:
         """Removes a call that has ended from the calls that can be stopped, and drops its rows."""
         del self._calls[call.call_id]
         self._runner.drop_rows(call)
+        self.sessions.noticed(call.context.call.session)
 
 
 async def _without_frames(run: Awaitable[Any]) -> Any:

@@ -14,6 +14,9 @@ ABSENCE_S = 10.0
 """Seconds without a stream of its controller after which a session ends. A controller that is alive reopens a broken
 stream sooner than that."""
 
+SILENCE_S = 600.0
+"""Seconds after its last call at which a session of a shared rank ends that never had a stream."""
+
 MOST_AHEAD_S = 3600.0
 """Seconds that a controller's clock may be ahead of this rank's. A session that claims a later start is refused: all
 sessions that start before that time would be refused as older."""
@@ -38,11 +41,13 @@ class Sessions:
     A session is held while its controller has a stream to this rank, and for ABSENCE_S afterwards. One that is not
     held, such as one whose calls come without a stream, ends when another one opens. Without sharing, a younger session
     that asks to take over replaces one that is held, and older ones are refused. Where the service is shared, sessions
-    that are held do not end each other, whatever their starts, and `Call.take_over` changes nothing.
+    that are held do not end each other, whatever their starts, and `Call.take_over` changes nothing; there, one that is
+    not held also ends after SILENCE_S without a call, since it may be long until another one opens.
 
     Args:
         ended: Called with the name of a session when it ends; it must stop the session's calls and free its rows.
         is_shared: Whether up to MOST_SESSIONS sessions are open at a time. Default: False.
+        is_busy: Whether calls of a session, given its name, wait or run. Default: none ever do.
 
     Attributes:
         is_shared: As given.
@@ -50,13 +55,20 @@ class Sessions:
             started earlier are refused. 0 before the first session.
     """
 
-    def __init__(self, ended: Callable[[str], None], *, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        ended: Callable[[str], None],
+        *,
+        is_shared: bool = False,
+        is_busy: Callable[[str], bool] = lambda name: False,
+    ) -> None:
         self.is_shared = is_shared
         self.started_unix_ns = 0
         self._open: dict[str, None] = {}
-        self._ended = ended
+        self._ended, self._is_busy = ended, is_busy
         self._streams: Counter[str] = Counter()
         self._absences: dict[str, asyncio.TimerHandle] = {}
+        self._silences: dict[str, asyncio.TimerHandle] = {}
 
     @property
     def names(self) -> frozenset[str]:
@@ -96,6 +108,7 @@ class Sessions:
             self._close(name)
         self._open[call.session] = None
         self.started_unix_ns = max(self.started_unix_ns, started)
+        self.noticed(call.session)
 
     def check(self, call: common_pb2.Call) -> None:
         """Raises Refused if a call is ordered (has a sequence number) and its session is not open."""
@@ -103,6 +116,15 @@ class Sessions:
             is_superseded = self._open and not self.is_shared
             how = f"was superseded by {self._current}" if is_superseded else "has ended"
             raise Refused(f"session {call.session!r} {how}")
+
+    def noticed(self, name: str) -> None:
+        """Notes that a call of a session has come or ended: on a shared rank, its SILENCE_S begin anew, if it is open
+        and not held."""
+        if silence := self._silences.pop(name, None):
+            silence.cancel()
+        if self.is_shared and name in self._open and not self._is_held(name):
+            loop = asyncio.get_running_loop()
+            self._silences[name] = loop.call_later(SILENCE_S, self._end_silent, name)
 
     def end(self, name: str) -> None:
         """Ends a session by name, whether or not it is open: calls `ended`, which stops its calls and frees its
@@ -113,10 +135,11 @@ class Sessions:
 
     def opened_stream(self, name: str) -> None:
         """Notes that a session's controller has opened a stream to this rank, and so cancels the end of the session
-        that `closed_stream` has scheduled, if any."""
+        that `closed_stream` or `noticed` has scheduled, if any."""
         self._streams[name] += 1
-        if absence := self._absences.pop(name, None):
-            absence.cancel()
+        for timers in (self._absences, self._silences):
+            if timer := timers.pop(name, None):
+                timer.cancel()
 
     def closed_stream(self, name: str) -> None:
         """Notes that a stream of a session has closed. If it was the last, the session ends after ABSENCE_S, unless
@@ -127,8 +150,16 @@ class Sessions:
             loop = asyncio.get_running_loop()
             self._absences[name] = loop.call_later(ABSENCE_S, self.end, name)
 
+    def _end_silent(self, name: str) -> None:
+        if self._is_busy(name):
+            self.noticed(name)
+        else:
+            self.end(name)
+
     def _close(self, name: str) -> None:
         self._open.pop(name, None)
+        if silence := self._silences.pop(name, None):
+            silence.cancel()
         self._ended(name)
 
     def _is_held(self, name: str) -> bool:

@@ -25,6 +25,7 @@ from controller.role_groups.futures import promise
 from nccl_transfer.transports import host_id
 from rlhf.errors import DeadlineExceeded, InvalidRequest, Refused
 from rlhf.v1 import common_pb2, worker_pb2
+from services.runtime import sessions as sessions_module
 from services.runtime.sessions import MOST_SESSIONS, Sessions
 from settings.actor import ActorTable
 
@@ -154,6 +155,67 @@ def test_a_session_of_a_shared_rank_without_a_stream_ends_when_another_one_opens
         assert (sessions.names, ended) == ({"held", "third"}, ["second"])
 
     shared(test)
+
+
+def test_a_session_of_a_shared_rank_that_never_had_a_stream_ends_after_its_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody else may come for long, and meanwhile the rank could neither be offloaded nor load other weights."""
+    monkeypatch.setattr(sessions_module, "SILENCE_S", 0.2)
+
+    async def test(sessions: Sessions, ended: list[str]) -> None:
+        sessions.open(first_call("silent", 1))
+        sessions.opened_stream("held")
+        sessions.open(first_call("held", 2))
+        sessions.open(first_call("calls", 3))
+        assert ended == ["silent"], "by the one that opens"
+        began = time.monotonic()
+        while time.monotonic() < began + 0.5:
+            sessions.noticed("calls")
+            await asyncio.sleep(0.01)
+        assert sessions.names == {"held", "calls"}
+        sessions.noticed("unknown")
+        deadline = time.monotonic() + 10
+        while "calls" in sessions.names:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert (sessions.names, ended) == ({"held"}, ["silent", "calls"])
+        sessions.open(first_call("comes late", 4))
+        sessions.opened_stream("comes late")
+        await asyncio.sleep(0.4)
+        assert sessions.names == {"held", "comes late"}
+
+    shared(test)
+
+
+def test_a_session_with_a_call_under_way_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "SILENCE_S", 0.05)
+
+    async def main() -> None:
+        ended, busy = asyncio.Event(), {"run"}
+        sessions = Sessions(lambda name: ended.set(), is_shared=True, is_busy=busy.__contains__)
+        sessions.open(first_call("run", 1))
+        await asyncio.sleep(0.3)
+        assert sessions.names == {"run"}
+        busy.clear()
+        await asyncio.wait_for(ended.wait(), 10)
+        assert not sessions.names
+
+    asyncio.run(main())
+
+
+def test_a_session_of_a_rank_that_is_not_shared_stays_until_another_one_opens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It keeps nobody out, and may go on."""
+    monkeypatch.setattr(sessions_module, "SILENCE_S", 0.02)
+
+    async def test(sessions: Sessions, ended: list[str]) -> None:
+        sessions.open(first_call("run", 1))
+        await asyncio.sleep(0.2)
+        assert ([*sessions.names], ended) == (["run"], [])
+
+    in_a_loop(test)
 
 
 def test_sessions_that_share_a_rank_are_bounded() -> None:

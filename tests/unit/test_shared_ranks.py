@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rlhf.contract import group_methods
 from rlhf.errors import OutOfStep, Refused, RlhfError
 from rlhf.v1 import common_pb2
-from services.runtime import turn_queue
+from services.runtime import sessions, turn_queue
 from services.runtime.execution import CallQueue
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
@@ -311,6 +311,32 @@ def test_calls_of_a_session_that_has_ended_are_refused_and_the_others_go_on() ->
         for rank in range(2):
             assert isinstance(errors[rank, "a", 2], Refused)
             assert errors[rank, "b", 2] is None
+        await service.close()
+
+    asyncio.run(main())
+
+
+def test_a_session_whose_calls_come_without_a_stream_ends_after_its_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions, "SILENCE_S", 0.3)
+
+    async def main() -> None:
+        fetches = Fetches()
+        service = Service(1, fetches)
+        (queue,) = service.queues
+        for name in SESSIONS:
+            queue.sessions.closed_stream(name)
+            queue.sessions.end(name)
+        service.send(0, "a", 1, batch={"rows": 1})
+        await asyncio.sleep(1)
+        assert queue.sessions.names == {"a"}, "its call fetches rows still"
+        fetches.released.set()
+        assert not any((await service.ended()).values())
+        deadline = time.monotonic() + WITHIN_S
+        while queue.sessions.names:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
         await service.close()
 
     asyncio.run(main())
