@@ -30,7 +30,7 @@ from controller.training.run import Run
 from controller.training.step import Step
 from nccl_transfer.refs.columns import Jagged
 from reports.units import seconds_text
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, RlhfError
 
 REPEATS = 5
 """Default number of times that each call is timed, after once that does not count. The least counts: other work on
@@ -143,8 +143,8 @@ def _probe_config(config: Config, repeats: int) -> Config:
 
 def _probe(run: Run, models: ConfiguredModels, algorithm_calls: Sequence[Call]) -> list[ProbedCall]:
     """Times the calls of a run's actor, critics and references, each alone, on the prompts of its data: generation of
-    responses and of one token, forward passes, and updates in the mini-batches of the config and in one. Then loads the
-    model directories again into what learns.
+    responses and of one token, forward passes, and updates in the mini-batches of the config and in one. Then, also
+    where a call has failed, loads the model directories again into what learns.
 
     Args:
         run: A run of `_probe_config`. Its updates change the weights.
@@ -153,16 +153,39 @@ def _probe(run: Run, models: ConfiguredModels, algorithm_calls: Sequence[Call]) 
     """
     reads = {(call.service, call.method): call.reads for call in algorithm_calls}
     notes = _Notes(run.config, {model.name: model for model in models.models}, reads)
-    for number, step in enumerate(run.steps(NOTHING)):
-        notes.counts = number > 0
-        step.finish(*_timed_step(run, step, notes))
-    loaded = [
-        group.begin_session(keep_weights=False)
+    try:
+        for number, step in enumerate(run.steps(NOTHING)):
+            notes.counts = number > 0
+            step.finish(*_timed_step(run, step, notes))
+    except BaseException:
+        try:
+            _load_models(run)
+        except RlhfError as error:
+            run.recorder.progress.message(str(error))
+        raise
+    _load_models(run)
+    return [min(calls, key=lambda call: call.seconds) for calls in notes.seen.values()]
+
+
+def _load_models(run: Run) -> None:
+    """Loads the model directories into all services that learn. Raises RlhfError with the names of those that could
+    not, after the others have."""
+    loaded = {
+        name: group.begin_session(keep_weights=False).calls
         for name, group in run.groups.items()
         if run.config.services[name].keeps_state
-    ]
-    results([call for batch in loaded for call in batch.calls])
-    return [min(calls, key=lambda call: call.seconds) for calls in notes.seen.values()]
+    }
+    errors = {}
+    for name, calls in loaded.items():
+        try:
+            results(calls)
+        except RlhfError as error:
+            errors[name] = error
+    if errors:
+        raise RlhfError(
+            f"the updates of the probe are not undone in {', '.join(errors)} until a run begins there: "
+            f"{'; '.join(map(str, errors.values()))}"
+        )
 
 
 @dataclass

@@ -4,9 +4,11 @@ and the simulation of a run from its timeline."""
 from __future__ import annotations
 
 import tomllib
+from itertools import count
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
@@ -14,6 +16,7 @@ from controller import job
 from controller.algorithms import find_algorithm
 from controller.api import open_run
 from controller.config.config import Config
+from controller.mapping import probe
 from controller.mapping.cli import main
 from controller.mapping.devices import read_devices
 from controller.simulation.durations import measured
@@ -21,6 +24,7 @@ from controller.simulation.run import simulate_run
 from controller.tracking.timeline import read_events
 from controller.training.run import Run
 from integration.harness import Cluster, free_ports, write_config
+from nccl_transfer.refs.columns import Jagged
 from rlhf.v1 import worker_pb2
 
 pytestmark = pytest.mark.timeout(400)
@@ -69,6 +73,27 @@ def test_a_probe_writes_a_table_and_leaves_services_with_their_models(four: Conf
         left = {name: sha256_of(run, name) for name in ("actor", "critic")}
     with open_run(four, "ppo") as run:
         assert {name: sha256_of(run, name) for name in left} == left
+
+
+def test_a_probe_that_fails_midway_leaves_services_with_their_models(
+    four: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Actor and critic have been updated once when an update is refused."""
+    made_up, calls = probe._made_up, count(1)
+
+    def bad_in_step_2(lengths: np.ndarray, seed: int) -> Jagged[np.ndarray]:
+        column = made_up(lengths, seed)
+        return column if next(calls) == 1 else Jagged(column.values * np.float32(np.nan), column.lengths)
+
+    with open_run(four, "ppo") as run:
+        models = {name: sha256_of(run, name) for name in ("actor", "critic")}
+    monkeypatch.setattr(probe, "_made_up", bad_in_step_2)
+    done = mapped("probe", write_config(four, tmp_path / "config.toml"))
+    assert done.exit_code == 1, done.output
+    assert "not finite" in done.output
+    assert next(calls) == 3
+    with open_run(four, "ppo", keep_weights=True) as run:
+        assert {name: sha256_of(run, name) for name in models} == models
 
 
 def test_a_probe_does_not_disturb_a_run(four: Config, tmp_path: Path) -> None:

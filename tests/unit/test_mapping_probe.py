@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 
+from controller.mapping import probe
 from controller.mapping.calibrate import ProbedCall, calibrate, table_text
 from controller.mapping.dataflow import Call
 from controller.mapping.devices import DeviceGroup, DeviceTable, built_in_devices, device_group, read_devices
 from controller.mapping.problem import Model
 from controller.mapping.workload import LengthShares, Workload
+from rlhf.errors import RlhfError
 from settings.memory.shape import ModelShape
 from settings.memory.use import ModelUse, RolloutUse
 
@@ -127,3 +133,39 @@ def test_constants_are_paid_as_often_as_the_work_is_begun(
 ) -> None:
     without, with_them = seconds(use, method, minis), seconds(use, method, minis, **{constant: 50.0})
     assert with_them - without == pytest.approx(times * 50e-6, rel=1e-6, abs=1e-9)
+
+
+def test_services_that_do_not_load_their_models_after_a_failed_probe_are_named_beside_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said, loaded = [], []
+
+    def group(name: str, error: RlhfError | None) -> Any:
+        def begin_session(*, keep_weights: bool) -> Any:
+            assert not keep_weights
+            loaded.append(name)
+            call: Future[None] = Future()
+            call.set_exception(error) if error else call.set_result(None)
+            return SimpleNamespace(calls=[call])
+
+        return SimpleNamespace(begin_session=begin_session)
+
+    class FailedRun:
+        groups: ClassVar = {
+            "actor": group("actor", RlhfError("it is gone")),
+            "reference": group("reference", None),
+            "critic": group("critic", None),
+        }
+        config = SimpleNamespace(
+            services={name: SimpleNamespace(keeps_state=name != "reference") for name in groups}
+        )
+        recorder = SimpleNamespace(progress=SimpleNamespace(message=said.append))
+
+        def steps(self, evaluation: Any) -> Iterator[Any]:
+            raise KeyboardInterrupt
+            yield
+
+    with pytest.raises(KeyboardInterrupt):
+        probe._probe(cast(Any, FailedRun()), cast(Any, SimpleNamespace(models=())), ())
+    assert loaded == ["actor", "critic"]
+    assert said == ["the updates of the probe are not undone in actor until a run begins there: it is gone"]
