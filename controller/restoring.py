@@ -4,8 +4,9 @@ else its newest checkpoint, which services load as far as they do not hold its s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from controller.checkpoints.facts import check_platform, platform_of
+from controller.checkpoints.facts import check_dtypes, check_platform, dtypes_of, platform_of
 from controller.checkpoints.limits import row_limits
 from controller.checkpoints.resume_point import ResumePoint
 from controller.plan import Plan
@@ -41,10 +42,15 @@ class Restorer:
         return Restoration({*self._stateful, *self._point.states}, self._choose)
 
     def admit(self, services: Services) -> None:
-        """Raises ConfigError where the services do not compute as those did that the run had at its point, or do not
-        read rows as long as those."""
+        """Raises ConfigError where the services do not compute as those did that the run had at its point, or in
+        other types, or do not read rows as long as those."""
         facts, now = self._point.facts, platform_of(services)
         check_platform(facts["platform"], now, elsewhere=self.plan.elsewhere)
+        tables = self.plan.config.services.items()
+        check_dtypes(
+            dtypes_of(_dtypes(facts["config"]["services"]), facts["platform"]),
+            dtypes_of(_dtypes({name: dict(table) for name, table in tables}), now),
+        )
         if before := facts.get("limits"):
             readers = {name: each for name, each in services.items() if reads_tokens(each)}
             row_limits(self.plan.config, readers, before)
@@ -101,3 +107,8 @@ class Restorer:
             raise ConfigError(
                 f"{error}; services that no longer hold the state after step {self._point.step}: {', '.join(others)}"
             ) from None
+
+
+def _dtypes(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the key `dtype` of the tables of services that have it, by name."""
+    return {name: table["dtype"] for name, table in tables.items() if "dtype" in table}

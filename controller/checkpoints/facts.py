@@ -14,6 +14,7 @@ from controller.data.prompts import PromptData, TextData
 from controller.role_groups.admission import WHERE_IT_RUNS, differences
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
+from settings.memory.services import computed_dtype
 
 MAY_DIFFER = frozenset(
     {
@@ -68,6 +69,7 @@ ELSEWHERE = frozenset(
 )
 """Keys of a service's table that may also differ where the run is resumed elsewhere: they change the order of
 arithmetic alone. How long rows may be follows from some of them, and is compared by itself (`limits`)."""
+_DTYPE = re.compile(r"services\.[^.]+\.dtype")
 _NUMBER = re.compile(r"\.\d+\.")
 
 
@@ -116,7 +118,8 @@ def check_config(before: Mapping[str, Any], now: Mapping[str, Any], *, elsewhere
 
     Args:
         before, now: Tables of the config of the checkpoint, and of the resumed run, all defaults included.
-        elsewhere: Whether keys of `ELSEWHERE` may differ.
+        elsewhere: Whether keys of `ELSEWHERE` may differ, and `dtype` where it is "auto" in one of both:
+            `check_dtypes` compares what it stands for.
 
     Raises:
         ConfigError: Further keys differ; the text names them with both values.
@@ -125,6 +128,7 @@ def check_config(before: Mapping[str, Any], now: Mapping[str, Any], *, elsewhere
         (key, there, here)
         for key, there, here in differences(_with_numbered_sources(before), _with_numbered_sources(now))
         if not _may_differ(key, elsewhere=elsewhere)
+        and not (elsewhere and _DTYPE.fullmatch(key) and "auto" in (there, here))
     ]
     if found:
         raise ConfigError(
@@ -168,6 +172,35 @@ def check_platform(before: Mapping[str, Any], now: Mapping[str, Any], *, elsewhe
             f"{_listed(found)}{'' if elsewhere else '. Results would not be the same bit by bit'}"
             f"{_hint(elsewhere, found)}"
         )
+
+
+def check_dtypes(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Checks that the models of a resumed run are computed in the types of before.
+
+    Args:
+        before, now: Types as `dtypes_of` returns them.
+
+    Raises:
+        ConfigError: A type differs; the text names all of them with both values.
+    """
+    found = [(f"services.{name}.dtype", there, now[name]) for name, there in before.items() if name in now]
+    if found := [each for each in found if each[1] != each[2]]:
+        keeping = " ".join(f"--set {key}={there}" for key, there, _ in found)
+        raise ConfigError(f'{_listed(found)}; "auto" follows the device. To go on as before: {keeping}')
+
+
+def dtypes_of(dtypes: Mapping[str, str], platform: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the type that each service computes in, by name.
+
+    Args:
+        dtypes: `dtype` of the tables of services, by name.
+        platform: Platform of the services, as `platform_of` returns it.
+    """
+    return {
+        name: computed_dtype(dtype, on_gpu=platform[name]["device"] == "cuda")
+        for name, dtype in dtypes.items()
+        if name in platform
+    }
 
 
 def _may_differ(key: str, *, elsewhere: bool) -> bool:

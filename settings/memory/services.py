@@ -59,7 +59,7 @@ def service_use(
             raise NotPredicted(f"role {table.role} is a plug-in")
 
 
-def _computed(dtype: str, on_gpu: bool) -> Literal["float32", "bfloat16"]:
+def computed_dtype(dtype: str, on_gpu: bool) -> Literal["float32", "bfloat16"]:
     """Returns the type that a service computes in, where its table says `dtype`."""
     return "bfloat16" if dtype == "bfloat16" or (dtype == "auto" and on_gpu) else "float32"
 
@@ -75,7 +75,7 @@ def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
         zero_stage=table.zero.stage,
         offload_optimizer=table.zero.offload_optimizer,
         mesh=(1, 1, table.ranks),
-        dtype=_computed(table.dtype, on_gpu),
+        dtype=computed_dtype(table.dtype, on_gpu),
         learns=table.optimizer is not None,
         packing=False,
         micro_batch_tokens=table.micro_batch_tokens,
@@ -92,7 +92,7 @@ def _rollout_service_use(table: RolloutServiceTable, on_gpu: bool, truncates: bo
         _shape(table.model_directory, "lm"),
         engine="none",
         mesh=mesh,
-        dtype=_computed(table.dtype, on_gpu),
+        dtype=computed_dtype(table.dtype, on_gpu),
         learns=False,
         rollout=RolloutUse(
             engine=_built_in(table),
@@ -121,7 +121,7 @@ def _model_use(table: ModelTable, on_gpu: bool) -> ModelUse:
         shards_over_data=table.shards_over_data,
         zero_stage=table.zero.stage,
         offload_optimizer=table.zero.offload_optimizer,
-        dtype=_computed(table.dtype, on_gpu),
+        dtype=computed_dtype(table.dtype, on_gpu),
         learns=table.keeps_state,
         adapters=None
         if lora is None

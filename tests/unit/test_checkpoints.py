@@ -582,8 +582,9 @@ class TestFacts:
     def test_what_changes_results_may_not(
         self, key: str, value: Any, elsewhere: bool, tables: dict[str, Any]
     ) -> None:
+        before = changed(tables, "services.critic.dtype", "float32")
         with pytest.raises(ConfigError, match=f"^{key} was .* and is {json.dumps(value)} now"):
-            check_config(tables, changed(tables, key, value), elsewhere=elsewhere)
+            check_config(before, changed(before, key, value), elsewhere=elsewhere)
 
     @pytest.mark.parametrize(
         ("key", "value"),
@@ -596,6 +597,15 @@ class TestFacts:
         with pytest.raises(ConfigError, match=f"^{key} was .*--elsewhere"):
             check_config(tables, now, elsewhere=False)
         check_config(tables, now, elsewhere=True)
+
+    def test_the_type_may_be_named_elsewhere_where_it_followed_the_device(
+        self, tables: dict[str, Any]
+    ) -> None:
+        followed, named = (changed(tables, "services.critic.dtype", each) for each in ("auto", "float32"))
+        for before, now in ((followed, named), (named, followed)):
+            check_config(before, now, elsewhere=True)
+            with pytest.raises(ConfigError, match=r"^services.critic.dtype was .*--elsewhere"):
+                check_config(before, now, elsewhere=False)
 
     def test_places_of_sources_may_differ_and_their_weights_may_not(self, tables: dict[str, Any]) -> None:
         sources = [{"path": "a.jsonl", "heldout": "b.jsonl", "name": "a", "weight": 1.0}, {"path": "set"}]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from unit.test_checkpoints import write
 
 from client.fanout import FanOut
+from controller.checkpoints.facts import platform_of
 from controller.checkpoints.journal import JOURNAL, Journal, content_of, read_journal, remove_journal
 from controller.checkpoints.resume_point import ResumePoint
 from controller.checkpoints.store import COMMIT, DIRECTORY, CheckpointStore
@@ -22,8 +24,10 @@ from controller.tracking.metrics import MetricsWriter, SamplesWriter
 from controller.tracking.run_directory import AppendFile, RunDirectory
 from controller.tracking.timeline import Timeline
 from rlhf.errors import ConfigError, RlhfError
+from rlhf.v1 import worker_pb2
+from settings.actor import ActorTable
 
-FACTS = {"platform": {}, "text": "\u00e9\n"}
+FACTS = {"platform": {}, "config": {"services": {}}, "text": "\u00e9\n"}
 STATES = {"actor": "a5", "critic": "c5", "reference": "r"}
 
 
@@ -98,6 +102,7 @@ class Planned:
 
     resumes: ResumePoint
     elsewhere: bool = False
+    config: Any = field(default_factory=lambda: SimpleNamespace(services={}))
     moved: list[int] = field(default_factory=list)
 
     def at(self, point: ResumePoint) -> Planned:
@@ -158,6 +163,48 @@ class TestRestorer:
         CheckpointStore(tmp_path).remove(4)
         with pytest.raises(ConfigError, match=r"no complete checkpoint .* after step 5: critic"):
             restorer.restoration.choose(STATES | {"critic": "c4"})
+
+    @pytest.mark.parametrize(
+        ("before", "now", "is_same"),
+        [
+            (("auto", "cpu"), ("auto", "cpu"), True),
+            (("auto", "cpu"), ("auto", "cuda"), False),
+            (("auto", "cuda"), ("auto", "cpu"), False),
+            (("auto", "cpu"), ("float32", "cuda"), True),
+            (("auto", "cpu"), ("bfloat16", "cuda"), False),
+            (("float32", "cuda"), ("auto", "cpu"), True),
+            (("bfloat16", "cpu"), ("auto", "cuda"), True),
+        ],
+    )
+    def test_a_run_goes_on_elsewhere_in_the_types_of_before(
+        self, tmp_path: Path, before: tuple[str, str], now: tuple[str, str], is_same: bool
+    ) -> None:
+        """`dtype` may be another where it stands for the same type, of a device that may be another."""
+
+        def described(device: str) -> dict[str, worker_pb2.DescribeResponse]:
+            actor = worker_pb2.DescribeResponse()
+            actor.ranks.add().device = device
+            return {"actor": actor, "reward": worker_pb2.DescribeResponse()}
+
+        tables = {"actor": {"dtype": before[0]}, "reward": {}}
+        facts = {"config": {"services": tables}, "platform": platform_of(described(before[1]))}
+        table = ActorTable.model_validate(
+            {"role": "actor", "address": "127.0.0.1:1", "model": tmp_path, "dtype": now[0]}
+        )
+        config = SimpleNamespace(services={"actor": table})
+        plan: Any = Planned(cast(Any, SimpleNamespace(facts=facts)), elsewhere=True, config=config)
+        services = described(now[1])
+        if is_same:
+            Restorer(plan, ["actor"], dict).admit(services)
+            return
+        types = {"cpu": "float32", "cuda": "bfloat16"}
+        said = (
+            f'services.actor.dtype was "{types[before[1]]}" when the checkpoint was written and is '
+            f'"{types[now[1]]}" now; "auto" follows the device. To go on as before: '
+            f"--set services.actor.dtype={types[before[1]]}"
+        )
+        with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+            Restorer(plan, ["actor"], dict).admit(services)
 
     def test_a_checkpoint_without_ids_is_loaded(self, tmp_path: Path) -> None:
         begin(tmp_path)
