@@ -124,6 +124,11 @@ class Config(Strict):
         """Returns the names of the devices that a service runs on; see `device_order`."""
         return frozenset(self.device_order(service))
 
+    def rank_devices(self, service: str) -> frozenset[str]:
+        """Returns the names of the devices that the ranks of a service take, of those that it runs on: a pool may have
+        more."""
+        return frozenset(self.device_order(service)[: self.services[service].ranks])
+
     def device_order(self, service: str) -> tuple[str, ...]:
         """Returns the names of the devices that a service runs on, of which rank r takes number r: those of its pool,
         or "SERVICE/RANK" for each rank where it has no pool; or those of `placement`."""

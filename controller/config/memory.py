@@ -99,9 +99,11 @@ def row_sizes(config: Config, positions: Sequence[int]) -> RowSizes:
 
 
 def sharing_services(config: Config, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Returns the sets of services that share a device, each once."""
-    devices = {device for name in names for device in config.devices_of(name)}
-    sets = {tuple(name for name in names if device in config.devices_of(name)) for device in devices}
+    """Returns the sets of services whose ranks share a device, each once."""
+    taken = {name: config.rank_devices(name) for name in names}
+    sets = {
+        tuple(name for name in names if device in taken[name]) for each in taken.values() for device in each
+    }
     return sorted(sets)
 
 

@@ -42,7 +42,7 @@ class Demand:
     """Memory of a service on each of its devices, in bytes.
 
     Attributes:
-        devices: Names of its devices.
+        devices: Names of the devices that its ranks take.
         held: Bytes between calls.
         stays: Bytes that stay there while the service is offloaded; `held` for one that does not move.
         stages: Bytes during each stage. A stage that is missing needs the largest of them, and where there are none,
@@ -173,10 +173,10 @@ def residency_of(config: Config) -> Residency | None:
     except ValueError as error:
         raise ConfigError(f"device_memory_gb: the memory of a service cannot be predicted: {error}") from None
     demands = {name: _demand(config, name, memory) for name, memory in predicted.items()}
-    unknown = {name: Demand(config.devices_of(name), device_bytes, 0, {}) for name in left_out}
+    unknown = {name: Demand(config.rank_devices(name), device_bytes, 0, {}) for name in left_out}
     return Residency({**demands, **unknown}, device_bytes)
 
 
 def _demand(config: Config, name: str, memory: ServiceMemory) -> Demand:
     stages = {stage: footprint.device_bytes for stage, footprint in memory.stages.items()}
-    return Demand(config.devices_of(name), memory.idle, memory.stays, stages)
+    return Demand(config.rank_devices(name), memory.idle, memory.stays, stages)

@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from controller.config.config import load
-from controller.config.memory import row_sizes
+from controller.config.memory import row_sizes, sharing_services
+from controller.role_groups.residency import residency_of
 from deploy import memory, preflight
 from deploy.cli import main
 from deploy.memory import GB, predict_memory
@@ -93,6 +94,31 @@ def test_services_on_a_device_are_added_up(model: Path) -> None:
     assert idle + more > 250 * GB
     assert len(report.misfits) == 1
     assert f"with actor, reference on the same device, needs {(idle + more) / GB:.2f} GB" in report.misfits[0]
+
+
+def test_a_service_is_counted_on_the_devices_that_its_ranks_take_and_not_on_its_whole_pool(
+    model: Path,
+) -> None:
+    """The critic has two ranks."""
+    pools = (
+        "pools.all=['gpu:0', 'gpu:1', 'gpu:2', 'gpu:3']",
+        "services.actor.pool='all'",
+        "services.critic.pool='others'",
+    )
+    spare = load(QUICKSTART, settings(model, *pools, "pools.others=['gpu:4', 'gpu:5', 'gpu:0']"))
+    shared = load(QUICKSTART, settings(model, *pools, "pools.others=['gpu:4', 'gpu:0', 'gpu:5']"))
+    names = ["actor", "critic"]
+    assert sharing_services(spare, names) == [("actor",), ("critic",)]
+    assert sharing_services(shared, names) == [("actor",), ("actor", "critic"), ("critic",)]
+    services = predict_memory(spare, names, int(GB)).services
+    size = int(max(each.largest[1] for each in services.values()) + GB)
+    assert predict_memory(spare, names, size).misfits == []
+    (line,) = predict_memory(shared, names, size).misfits
+    assert "on the same device" in line
+    for config, moving in ((spare, set()), (shared, {"actor", "critic"})):
+        residency = residency_of(config.model_copy(update={"device_memory_gb": size / GB}))
+        assert residency is not None
+        assert residency.moving == moving
 
 
 def test_services_that_take_turns_in_memory_need_it_for_one_stage(model: Path) -> None:
