@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable
 
 import torch
 from torch import Tensor
 
-from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
 from services.actor.losses import policy_loss, surrogate_of
-from services.compute.heads import PolicyHead, PolicyOutput
+from services.compute.heads import PolicyOutput
 from services.compute.microbatch import MicroBatch
 from services.engines.base import LossFn
 from services.roles.columns import jagged_column, on_device, token_column
 from services.roles.log_probs import policy_head
 from services.roles.loss_options import PolicyLossOptions, read_knobs
+from services.roles.update_loss import UpdateLoss
 from services.runtime.worker import CallContext, CallRows, require
 
 UpdateRequest = actor_pb2.UpdateActorRequest | actor_pb2.PrepareUpdateRequest
 
 
-@dataclass(frozen=True)
-class PolicyUpdate:
-    """The loss of an update of the policy.
-
-    Attributes:
-        options: Knobs of the loss.
-        head, loss_for: As for `ModelWorker.update`.
-        columns: Columns that the loss reads, with one value per response token.
-    """
-
-    options: PolicyLossOptions
-    head: PolicyHead
-    loss_for: Callable[[int, int], LossFn[PolicyOutput]]
-    columns: Sequence[Jagged[Tensor]]
-
-
 def policy_update(
     rows: CallRows, request: UpdateRequest, losses: Collection[str], device: torch.device
-) -> PolicyUpdate:
-    """Returns the loss that a request asks for on its rows.
+) -> tuple[PolicyLossOptions, UpdateLoss[PolicyOutput]]:
+    """Returns the loss that a request asks for on its rows, without a term, and the knobs of the loss.
 
     Args:
         rows: Rows of the call.
@@ -87,7 +70,7 @@ def policy_update(
         return loss
 
     head = policy_head(request.temperature, entropy_gradient=options.entropy_coefficient != 0)
-    return PolicyUpdate(options, head, loss_for, columns)
+    return options, UpdateLoss(head, loss_for, columns)
 
 
 def update_id(request: UpdateRequest, call: CallContext, policy_version: int) -> Hashable:

@@ -3,6 +3,7 @@ training engine."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from services.roles.columns import jagged_column, jagged_ids, on_device, sequenc
 from services.roles.log_probs import policy_head
 from services.roles.micro_batching import per_token
 from services.roles.model_worker import ModelWorker
-from services.roles.update_loss import LossTerm
+from services.roles.update_loss import LossTerm, UpdateLoss
 from services.rollout.factory import make_rollout
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
@@ -133,40 +134,24 @@ class ActorWorker(ModelWorker):
         self, rows: CallRows, request: actor_pb2.UpdateActorRequest, call: CallContext
     ) -> CallResult:
         """Implements UpdateActor: trains the policy on the rows with the request's policy loss and schedule."""
-        update = policy_update(rows, request, self.losses, self.torch_device)
-        term = self._pretraining(rows, update.options.pretrain_coefficient, call)
-        return self.update(
-            rows,
-            request.schedule,
-            call,
-            update.head,
-            update.loss_for,
-            *update.columns,
-            term=term,
-            prepared_as=update_id(request, call, self.policy_version) if request.prepared else None,
-        )
+        options, loss = policy_update(rows, request, self.losses, self.torch_device)
+        loss = replace(loss, term=self._pretraining(rows, options.pretrain_coefficient, call))
+        prepared_as = update_id(request, call, self.policy_version) if request.prepared else None
+        return self.update(rows, request.schedule, call, loss, prepared_as=prepared_as)
 
     @register("3D_PROTO")
     def prepare_update(
         self, rows: CallRows, request: actor_pb2.PrepareUpdateRequest, call: CallContext
     ) -> CallResult:
         """Implements PrepareUpdate: computes the gradient of those rows that are in the first mini-batch."""
-        update = policy_update(rows, request, self.losses, self.torch_device)
-        if not update.options.adds_up_by_rows:
+        options, loss = policy_update(rows, request, self.losses, self.torch_device)
+        if not options.adds_up_by_rows:
             raise InvalidRequest(
                 "loss: the gradient of a row depends on the lengths of all rows with aggregation token-mean, and on "
                 "texts with pretrain_coefficient above 0; such an update cannot be prepared"
             )
-        return self.prepare(
-            rows,
-            request.schedule,
-            call,
-            update.head,
-            update.loss_for,
-            *update.columns,
-            num_rows=request.rows,
-            of=update_id(request, call, self.policy_version),
-        )
+        of = update_id(request, call, self.policy_version)
+        return self.prepare(rows, request.schedule, call, loss, num_rows=request.rows, of=of)
 
     @register("3D_PROTO")
     def tokenize(self, rows: CallRows, request: actor_pb2.TokenizeRequest, call: CallContext) -> CallResult:
@@ -196,7 +181,7 @@ class ActorWorker(ModelWorker):
 
             return loss
 
-        return self.update(rows, request.schedule, call, PolicyHead(), loss_for)
+        return self.update(rows, request.schedule, call, UpdateLoss(PolicyHead(), loss_for))
 
     def start_over(self) -> None:
         """Resets the worker as the base class does, and wakes the rollout engine, which loads weights at the next

@@ -13,6 +13,7 @@ from services.roles.columns import jagged_column, on_device
 from services.roles.loss_options import ValueLossOptions, read_knobs, token_loss
 from services.roles.losses import aggregate
 from services.roles.model_worker import ModelWorker
+from services.roles.update_loss import UpdateLoss
 from services.roles.values import response_values
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
@@ -73,4 +74,5 @@ class CriticWorker(ModelWorker):
 
             return loss
 
-        return self.update(rows, request.schedule, call, value_head, loss_for, old_values, returns)
+        loss = UpdateLoss(value_head, loss_for, (old_values, returns))
+        return self.update(rows, request.schedule, call, loss)

@@ -31,6 +31,7 @@ from services.roles.micro_batching import check_token_ids
 from services.roles.minibatch import check_schedule, deal
 from services.roles.model_worker import ModelWorker
 from services.roles.torch_worker import TorchWorker
+from services.roles.update_loss import UpdateLoss
 from services.roles.update_plan import MiniBatch
 from services.roles.verified_worker import VerifiedWorker
 from services.roles.weight_check import WeightCheck
@@ -117,7 +118,7 @@ class PairRewardWorker(ModelWorker):
 
             return loss
 
-        return self.apply(rows, mini_batches, call, last_score, loss_for)
+        return self.apply(rows, mini_batches, call, UpdateLoss(last_score, loss_for))
 
     def _deal(
         self, rows: CallRows, request: reward_pb2.UpdateRewardRequest, call: CallContext

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.compute.heads import Head
 from services.compute.microbatch import to_device
-from services.engines.base import EngineSetup, LossFn, TrainEngine
+from services.engines.base import EngineSetup, TrainEngine
 from services.engines.implementation import compute_dtype
 from services.models.loading import Load
 from services.models.tokenizers import check_vocabulary
@@ -29,7 +27,7 @@ from services.roles.micro_batching import Computed, MicroBatcher
 from services.roles.rejected import RowKeeper
 from services.roles.state_history import StateHistory, check_state_id
 from services.roles.update import Updater
-from services.roles.update_loss import LossTerm, UpdateLoss
+from services.roles.update_loss import UpdateLoss
 from services.roles.update_plan import NO_ROWS, MiniBatch, first_rows, plan_first, plan_mini_batches
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
@@ -135,10 +133,8 @@ class ModelWorker(SendingWorker, LanguageWorker):
         rows: CallRows,
         schedule: actor_pb2.Schedule,
         call: CallContext,
-        head: Head[Output],
-        loss_for: Callable[[int, int], LossFn[Output]],
-        *columns: Jagged[Tensor],
-        term: LossTerm[Any] | None = None,
+        loss: UpdateLoss[Any],
+        *,
         prepared_as: Hashable = None,
     ) -> CallResult:
         """Trains on the rows of a call for all epochs and mini-batches of a schedule. If anything fails, weights and
@@ -146,10 +142,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
 
         Args:
             rows: Rows of the call, with columns "prompt_ids" and "response_ids".
-            head: Head whose output the loss takes.
-            loss_for: Returns the loss of a mini-batch, given its response tokens and its rows over all ranks.
-            columns: Columns that the loss reads, with one value per response token.
-            term: Additional loss over sequences of its own.
+            loss: Loss to minimize.
             prepared_as: Argument `of` of the calls of `prepare` for this update. Default: there were none.
         """
         first = NO_ROWS
@@ -158,19 +151,16 @@ class ModelWorker(SendingWorker, LanguageWorker):
                 first = rows.numbers[first_rows(rows.numbers, schedule, call)]
         with self._early.used(prepared_as, first, call) as held:
             with self.ranks.together(call.peers_deadline):
-                mini_batches = plan_mini_batches(
-                    rows, schedule, call, self._micro_batcher, columns, term, held
-                )
-            return self.apply(rows, mini_batches, call, head, loss_for, term)
+                mini_batches = plan_mini_batches(rows, schedule, call, self._micro_batcher, loss, held)
+            return self.apply(rows, mini_batches, call, loss)
 
     def prepare(
         self,
         rows: CallRows,
         schedule: actor_pb2.Schedule,
         call: CallContext,
-        head: Head[Output],
-        loss_for: Callable[[int, int], LossFn[Output]],
-        *columns: Jagged[Tensor],
+        loss: UpdateLoss[Any],
+        *,
         num_rows: int,
         of: Hashable,
     ) -> CallResult:
@@ -178,31 +168,25 @@ class ModelWorker(SendingWorker, LanguageWorker):
         update. Changes no weights. Where the engine cannot hold gradients between calls, does nothing. Collective.
 
         Args:
-            rows, schedule, head, columns: As for `update`.
-            loss_for: As for `update`. The loss must not depend on the number of response tokens, for which it is given
-                0.
+            rows, schedule: As for `update`.
+            loss: As for `update`, without a term. It must not depend on the number of response tokens, for which it is
+                given 0.
             num_rows: Number of rows of the update, over all ranks.
             of: Id of that update, by its place in the session, its loss, and the weights that it begins with.
         """
         with self.ranks.together(call.peers_deadline):
             self.engine.check_onloaded()
-            mine, num_first = plan_first(rows, schedule, call, self._micro_batcher, columns, num_rows)
-        self._early.add(of, mine, head, loss_for(0, num_first), rows, call)
+            mine, num_first = plan_first(rows, schedule, call, self._micro_batcher, loss, num_rows)
+        self._early.add(of, mine, loss.head, loss.loss_for(0, num_first), rows, call)
         return CallResult(verified=True)
 
     def apply(
-        self,
-        rows: CallRows,
-        mini_batches: list[MiniBatch],
-        call: CallContext,
-        head: Head[Output],
-        loss_for: Callable[[int, int], LossFn[Output]],
-        term: LossTerm[Any] | None = None,
+        self, rows: CallRows, mini_batches: list[MiniBatch], call: CallContext, loss: UpdateLoss[Any]
     ) -> CallResult:
         """Makes one optimizer step per mini-batch, of which `mini_batches` holds this rank's parts, increments the
         policy version, and returns the metrics of the steps. If anything fails, weights and optimizer state are
         restored on every rank. Collective. Other arguments as for `update`."""
-        copy, loss = self.copy_weights if self.copies_weights else None, UpdateLoss(head, loss_for, term)
+        copy = self.copy_weights if self.copies_weights else None
         self.verify_before_update(call)
         metrics = self._updater.run(mini_batches, loss, call, rows, copy_weights=copy)
         self.policy_version += 1

@@ -3,12 +3,13 @@ optimizer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from nccl_transfer.refs.columns import Jagged
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
 from services.engines.base import LossFn
@@ -49,11 +50,13 @@ class UpdateLoss(Generic[Output]):
         head: Head whose output the loss function takes.
         loss_for: Returns the loss function of a mini-batch, given its numbers of response tokens and of rows over all
             ranks.
+        columns: Columns that the loss function reads, with one value per response token.
         term: Additional loss; None for none.
     """
 
     head: Head[Output]
     loss_for: Callable[[int, int], LossFn[Output]]
+    columns: Sequence[Jagged[Tensor]] = ()
     term: LossTerm[Any] | None = None
 
     def for_mini_batch(

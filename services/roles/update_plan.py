@@ -17,7 +17,7 @@ from services.compute.microbatch import MicroBatch
 from services.roles.columns import Sequences, sequence_columns
 from services.roles.micro_batching import MicroBatcher
 from services.roles.minibatch import check_schedule, deal
-from services.roles.update_loss import LossTerm, LossTermBatch
+from services.roles.update_loss import LossTerm, LossTermBatch, UpdateLoss
 from services.runtime.worker import CallContext, CallRows
 
 NO_ROWS = np.empty(0, np.int64)
@@ -48,8 +48,7 @@ def plan_mini_batches(
     schedule: actor_pb2.Schedule,
     call: CallContext,
     micro_batcher: MicroBatcher,
-    columns: Sequence[Jagged[Tensor]],
-    term: LossTerm[Any] | None,
+    loss: UpdateLoss[Any],
     held: np.ndarray = NO_ROWS,
 ) -> list[MiniBatch]:
     """Plans this rank's part of every mini-batch of every epoch, in the order of the optimizer steps.
@@ -59,8 +58,7 @@ def plan_mini_batches(
         schedule: Numbers of epochs and of mini-batches per epoch.
         call: The call, whose seed shuffles the rows, and which may be stopped between two mini-batches.
         micro_batcher: Splits the rows of a mini-batch into micro-batches.
-        columns: Columns that the loss reads, which must have one value per response token.
-        term: Additional loss, whose sequences are in the mini-batches of their rows; None for none.
+        loss: Loss of the update; the sequences of its term are in the mini-batches of their rows.
         held: Numbers of the rows of the first mini-batch whose gradient is held. Default: none.
 
     Raises:
@@ -68,7 +66,7 @@ def plan_mini_batches(
         CallCancelled, DeadlineExceeded: The call was stopped.
     """
     check_schedule(schedule.epochs, schedule.mini_batches)
-    sequences = _checked_sequences(rows, columns)
+    sequences, term = _checked_sequences(rows, loss.columns), loss.term
     lengths = sequences[1].lengths
     parts: list[MiniBatch] = []
     for epoch in range(schedule.epochs):
@@ -86,7 +84,7 @@ def plan_first(
     schedule: actor_pb2.Schedule,
     call: CallContext,
     micro_batcher: MicroBatcher,
-    columns: Sequence[Jagged[Tensor]],
+    loss: UpdateLoss[Any],
     num_rows: int,
 ) -> tuple[MiniBatch, int]:
     """Plans those of this rank's rows that are in the first mini-batch of an update of `num_rows` rows over all ranks.
@@ -94,7 +92,7 @@ def plan_first(
     `plan_mini_batches`."""
     if not 0 < num_rows <= MAX_ROWS or (rows.numbers >= num_rows).any():
         raise InvalidRequest(f"rows: {num_rows} are fewer than the numbers of rows say, or above {MAX_ROWS}")
-    mine, sequences = first_rows(rows.numbers, schedule, call), _checked_sequences(rows, columns)
+    mine, sequences = first_rows(rows.numbers, schedule, call), _checked_sequences(rows, loss.columns)
     tokens = int(sequences[1].lengths[mine].sum())
     planned = MiniBatch(micro_batcher.split(sequences, mine), tokens, len(mine), 0, mine)
     return planned, len(first_rows(np.arange(num_rows), schedule, call))
