@@ -133,11 +133,11 @@ class DataParallelEngine(ShardedEngine):
         write_companions = self._gather_companions()
 
         def write(partial: Path, gathered: Iterator[tuple[str, Tensor]]) -> str:
-            sha256 = self._write(partial, tensors, gathered, tokenizer, dtype)
+            sha256 = self._write(partial, tensors, gathered, dtype)
             write_companions(partial)
             return sha256
 
-        return export_gathered(directory, self._gather(tensors, dtype), write, self.progressed)
+        return export_gathered(directory, self._gather(tensors, dtype), write, tokenizer, self.progressed)
 
     def _copies(self) -> Iterator[HeldTensor]:
         for name, buffer in self._model.named_buffers():
@@ -163,7 +163,6 @@ class DataParallelEngine(ShardedEngine):
         directory: Path,
         tensors: Mapping[str, Tensor],
         gathered: Iterator[tuple[str, Tensor]],
-        tokenizer: PreTrainedTokenizerBase | None,
         dtype: torch.dtype | None,
     ) -> str:
         """Writes tensors as a Hugging Face directory while they are gathered; returns one sha256 (hex) over all.
@@ -172,7 +171,6 @@ class DataParallelEngine(ShardedEngine):
             directory: existing directory.
             tensors: the tensors that `gathered` yields, possibly partitioned, by name.
             gathered: name and whole tensor of each, in the same order.
-            tokenizer: tokenizer to write; None for none.
             dtype: type that `gathered` has cast floating-point tensors to, for the configuration; None if it has not.
         """
         if stored_as_computed(self._model):
@@ -186,7 +184,7 @@ class DataParallelEngine(ShardedEngine):
             weights = {name: x.to("cpu", copy=True) for name, x in gathered}
             write_model(self._model, weights, directory)
             sha256 = tensors_sha256(weights.items())
-        write_config(self._model, directory, tokenizer, dtype)
+        write_config(self._model, directory, dtype)
         return sha256
 
     def _pad_with_dummies(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from services.compute.transformers_internals import converts_weights
 from services.models.directory import VALUE_HEAD_FILE
@@ -42,7 +42,6 @@ def write_model(
     model: PreTrainedModel | ValueModel,
     weights: Mapping[str, Tensor],
     directory: Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Writes weights as a Hugging Face directory with the configuration of `model`.
 
@@ -52,7 +51,6 @@ def write_model(
         model: model with the configuration and architecture; its own weights are not read.
         weights: whole tensors by their names in `model.state_dict()`, tied weights once.
         directory: existing directory.
-        tokenizer: tokenizer to write beside the model; None for none.
 
     Raises:
         OSError: a file could not be written.
@@ -63,8 +61,6 @@ def write_model(
             model.backbone.save_pretrained(directory, state_dict=_under("backbone.", weights))
         else:
             model.save_pretrained(directory, state_dict=dict(weights))
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
     except SafetensorError as error:
         raise OSError(f"model directory {directory} could not be written: {error}") from error
 
@@ -72,15 +68,13 @@ def write_model(
 def write_config(
     model: PreTrainedModel | ValueModel,
     directory: Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes the configuration and tokenizer files of a Hugging Face directory.
+    """Writes the configuration files of a Hugging Face directory.
 
     Args:
         model: model with the configuration.
         directory: existing directory.
-        tokenizer: tokenizer to write; None for none.
         dtype: type of the weights, which the configuration names. Default: that of the model.
 
     Raises:
@@ -91,8 +85,6 @@ def write_config(
     save_config(transformer.config, directory, dtype or transformer.dtype)
     if transformer.can_generate() and transformer.generation_config is not None:
         transformer.generation_config.save_pretrained(directory)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
 
 
 def save_config(config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> None:

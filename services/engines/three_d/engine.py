@@ -4,6 +4,7 @@ paper)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -30,7 +31,6 @@ from services.engines.three_d.stage import ModelStage
 from services.engines.three_d.transition import Transition
 from services.engines.three_d.weight_sharding import FullySharded, Replicated, WeightSharding
 from services.models.families import load_value_model
-from services.models.weights import write_weights
 from services.storage.checkpoint import WeightShard
 from settings.actor import ActorTable
 from settings.model import ModelTable
@@ -185,6 +185,7 @@ class ThreeDParallelEngine(ShardedEngine):
             return self.full_tensors()
         return self.transition.gather(self._sharding.parts(self._sharding.weights, self._stage.dtype))
 
+    @torch.no_grad()
     def export(
         self,
         directory: Path,
@@ -192,13 +193,9 @@ class ThreeDParallelEngine(ShardedEngine):
         dtype: torch.dtype | None = None,
     ) -> str:
         self.check_onloaded()
-        dtype = dtype or self._kept_dtype
         kept = self._gather(self._sharding.kept, self._stage.layouts, self._kept_dtype)
-
-        def write(partial: Path, gathered: Iterator[tuple[str, Tensor]]) -> str:
-            return _write(self._stage, partial, gathered, tokenizer, dtype)
-
-        return export_gathered(directory, kept, write, self.progressed)
+        write = partial(self._stage.write, dtype=dtype or self._kept_dtype)
+        return export_gathered(directory, kept, write, tokenizer, self.progressed)
 
     def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         self._stage.load(weights)
@@ -314,28 +311,3 @@ def _generates_in_place(table: ModelTable) -> bool:
         and table.transition == "hybridflow"
         and not table.shards_over_data
     )
-
-
-@torch.no_grad()
-def _write(
-    stage: ModelStage,
-    directory: Path,
-    gathered: Iterator[tuple[str, Tensor]],
-    tokenizer: PreTrainedTokenizerBase | None,
-    dtype: torch.dtype,
-) -> str:
-    """Writes weights as a Hugging Face directory while they are gathered; returns one sha256 (hex) over all.
-
-    Args:
-        stage: the model's stage on this rank.
-        directory: existing directory.
-        gathered: name and whole tensor of each weight.
-        tokenizer: tokenizer to write; None for none.
-        dtype: type of the weights in the files.
-    """
-    sizes = {name: torch.Size(each.shape).numel() * dtype.itemsize for name, each in stage.layouts.items()}
-    sha256 = write_weights(directory, sizes, ((name, x.to(dtype)) for name, x in gathered))
-    stage.write_config(directory, dtype)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-    return sha256

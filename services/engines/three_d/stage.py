@@ -3,7 +3,7 @@ their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ from services.engines.three_d.tensor_parallel import (
 from services.models.export import save_config
 from services.models.families import FAMILIES
 from services.models.value_model import ValueModel
-from services.models.weights import WeightsReader
+from services.models.weights import WeightsReader, write_weights
 from services.storage.checkpoint import WeightShard
 from services.storage.layout import Layout, layouts_of, style_of
 from settings import meshes
@@ -191,15 +191,19 @@ class ModelStage:
         """
         return self.layouts[name].shard(kept, self._groups.tensor_index, first_row)
 
-    def write_config(self, directory: Path, dtype: torch.dtype) -> None:
-        """Writes the configuration files of a Hugging Face directory whose weights are of type `dtype`.
+    def write(self, directory: Path, gathered: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str:
+        """Writes the whole model, in type `dtype`, to an existing directory, while name and whole tensor of each weight
+        are gathered; returns one sha256 (hex) over all weights.
 
         Raises:
             OSError: A file could not be written.
         """
+        sizes = {name: torch.Size(each.shape).numel() * dtype.itemsize for name, each in self.layouts.items()}
+        sha256 = write_weights(directory, sizes, ((name, x.to(dtype)) for name, x in gathered))
         save_config(self.config, directory, dtype)
         if self._generation_config is not None:
             self._generation_config.save_pretrained(directory)
+        return sha256
 
     def is_replica(self, name: str) -> bool:
         """Returns whether this rank's shard of a weight is a replica, to be counted on a different rank with the same
