@@ -3,15 +3,50 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic
 
 from torch import Tensor
 
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
+from services.engines.agreement import all_or_none
 from services.engines.base import LossFn, Output, TrainEngine
 from services.engines.deterministic import deterministic_kernels
 from services.engines.loss_accumulator import LossAccumulator
+
+
+@dataclass(frozen=True, eq=False)
+class PassLosses(Generic[Output]):
+    """Computes the losses of micro-batches, and adds them and their statistics to sums. An error is kept until the
+    passes have ended, since other ranks take part in them.
+
+    Attributes:
+        head, loss_fn: As in `TrainEngine.step`.
+        sums: Sums of the optimizer step.
+        are_last: Whether these are the last micro-batches of the optimizer step.
+        failures: The error of the first loss that failed, if one has.
+    """
+
+    head: Head[Output]
+    loss_fn: LossFn[Output]
+    sums: LossAccumulator
+    are_last: bool
+    failures: list[Exception] = field(default_factory=list)
+
+    def loss_of(self, output: Callable[[], Output], micro_batch: MicroBatch) -> Tensor | None:
+        """Returns the loss of a micro-batch, given a function that returns the head's output for it; None if the
+        function fails or the loss does, or an earlier one has."""
+        if self.failures:
+            return None
+        try:
+            loss, stats = self.loss_fn(output(), micro_batch)
+        except Exception as error:  # noqa: BLE001 - raised after the backward passes
+            self.failures.append(error)
+            return None
+        self.sums.add(loss, stats)
+        return loss
 
 
 class AccumulatingEngine(TrainEngine):
@@ -28,23 +63,10 @@ class AccumulatingEngine(TrainEngine):
     same ones."""
 
     @abstractmethod
-    def _add_gradients(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        head: Head[Output],
-        loss_fn: LossFn[Output],
-        sums: LossAccumulator,
-        *,
-        are_last: bool,
-    ) -> None:
+    def _run_passes(self, micro_batches: Sequence[MicroBatch], losses: PassLosses[Output]) -> None:
         """Runs forward and backward passes of micro-batches, and adds their gradients to those of earlier ones since
-        the last `_drop_gradients`. Collective.
-
-        Args:
-            micro_batches, head, loss_fn: As in `step`.
-            sums: Sums of the optimizer step, to which loss and statistics are added.
-            are_last: Whether these are the last micro-batches of the optimizer step.
-        """
+        the last `_drop_gradients`. Where `losses` has no loss of a micro-batch, that of its backward pass is 0.
+        Collective."""
 
     @abstractmethod
     def _store_gradients(self) -> None:
@@ -75,8 +97,7 @@ class AccumulatingEngine(TrainEngine):
         self._check_learns()
         self._sums = self._sums or LossAccumulator(self.device)
         try:
-            with deterministic_kernels(self.device):
-                self._add_gradients(micro_batches, head, loss_fn, self._sums, are_last=False)
+            self._add_gradients(micro_batches, PassLosses(head, loss_fn, self._sums, are_last=False))
         except BaseException:
             self.drop_gradient()
             raise
@@ -92,10 +113,19 @@ class AccumulatingEngine(TrainEngine):
         """Computes the gradient of the whole mini-batch and stores it in `.grad` of this rank's shards; returns the
         loss over all ranks and this rank's statistics. Collective."""
         sums = self._sums or LossAccumulator(self.device)
+        self._add_gradients(micro_batches, PassLosses(head, loss_fn, sums, are_last=True))
         with deterministic_kernels(self.device):
-            self._add_gradients(micro_batches, head, loss_fn, sums, are_last=True)
             self._store_gradients()
             return sums.total(is_primary=self._counts_loss)
+
+    def _add_gradients(self, micro_batches: Sequence[MicroBatch], losses: PassLosses[Output]) -> None:
+        """Adds the gradients of micro-batches to those of earlier ones, and their losses to the sums. If a loss fails,
+        every rank raises. Collective."""
+        with deterministic_kernels(self.device):
+            self._run_passes(micro_batches, losses)
+        with all_or_none("the loss"):
+            for error in losses.failures:
+                raise error
 
     def _end_gradient(self) -> None:
         """Frees all gradients, held or not. Not collective."""

@@ -17,11 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from services.compute.heads import Head, dummy_head, zero_loss
 from services.compute.microbatch import MicroBatch, dummy_micro_batch, to_device
-from services.engines.agreement import all_or_none
-from services.engines.base import HeldTensor, LossFn, OptimizerOptions
+from services.engines.accumulating import PassLosses
+from services.engines.base import HeldTensor, OptimizerOptions
 from services.engines.collectives import max_over_ranks, stop_together
 from services.engines.export import export_gathered
-from services.engines.loss_accumulator import LossAccumulator
 from services.engines.sharded import ShardedEngine
 from services.models.export import stored_as_computed, tensors_sha256, write_config, write_model
 from services.models.loading import Model, repeated_names, tied_names
@@ -197,31 +196,15 @@ class DataParallelEngine(ShardedEngine):
         missing = max(max_over_ranks(len(micro_batches)), 1) - len(micro_batches)
         return to_device([*micro_batches, *(dummy_micro_batch() for _ in range(missing))], self.device)
 
-    def _add_gradients(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        head: Head[Output],
-        loss_fn: LossFn[Output],
-        sums: LossAccumulator,
-        *,
-        are_last: bool,
-    ) -> None:
+    def _run_passes(self, micro_batches: Sequence[MicroBatch], losses: PassLosses[Output]) -> None:
         padded = self._pad_with_dummies(micro_batches)
-        failures: list[Exception] = []
         with self._computing():
             for micro_batch in padded:
                 self.progressed()
                 if micro_batch.is_dummy:
-                    loss, stats = self._run_dummy(micro_batch) * 0, {}
+                    loss = self._run_dummy(micro_batch) * 0
                 else:
-                    output = self._read(micro_batch, head)
-                    try:
-                        loss, stats = loss_fn(output, micro_batch)
-                    except Exception as error:  # noqa: BLE001 - raised after the backward pass, which other ranks join
-                        failures.append(error)
-                        loss, stats = zero_loss(output), {}
-                self._backward(loss, is_last=are_last and micro_batch is padded[-1])
-                sums.add(loss, stats)
-        with all_or_none("the loss"):
-            for error in failures:
-                raise error
+                    output = self._read(micro_batch, losses.head)
+                    found = losses.loss_of(lambda output=output: output, micro_batch)
+                    loss = zero_loss(output) if found is None else found
+                self._backward(loss, is_last=losses.are_last and micro_batch is padded[-1])

@@ -17,12 +17,11 @@ from nccl_transfer.refs.mesh import Mesh
 from services.compute import matmul
 from services.compute.heads import Head, dummy_head
 from services.compute.microbatch import MicroBatch, to_device
-from services.engines.agreement import all_or_none
-from services.engines.base import EngineSetup, HeldTensor, LossFn, OptimizerOptions
+from services.engines.accumulating import PassLosses
+from services.engines.base import EngineSetup, HeldTensor, OptimizerOptions
 from services.engines.collectives import max_over_ranks, stop_together
 from services.engines.export import export_gathered
 from services.engines.implementation import compute_dtype
-from services.engines.loss_accumulator import LossAccumulator
 from services.engines.sharded import ShardedEngine, held_shard
 from services.engines.three_d.gather_groups import Kind
 from services.engines.three_d.groups import MeshGroups
@@ -200,34 +199,16 @@ class ThreeDParallelEngine(ShardedEngine):
     def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         self._stage.load(weights)
 
-    def _add_gradients(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        head: Head[Output],
-        loss_fn: LossFn[Output],
-        sums: LossAccumulator,
-        *,
-        are_last: bool,
-    ) -> None:
-        failures: list[Exception] = []
-
+    def _run_passes(self, micro_batches: Sequence[MicroBatch], losses: PassLosses[Output]) -> None:
         def loss_head(raw: Any, micro_batch: MicroBatch) -> Tensor:
-            if not micro_batch.is_dummy and not failures:
-                try:
-                    loss, stats = loss_fn(head(raw, micro_batch), micro_batch)
-                except Exception as error:  # noqa: BLE001 - raised after the backward pass, which other stages join
-                    failures.append(error)
-                else:
-                    sums.add(loss, stats)
-                    return loss
-            return dummy_head(raw, micro_batch) * 0
+            loss = None
+            if not micro_batch.is_dummy:
+                loss = losses.loss_of(lambda: losses.head(raw, micro_batch), micro_batch)
+            return dummy_head(raw, micro_batch) * 0 if loss is None else loss
 
         padded = to_device(self._sharding.padded(micro_batches), self.device)
         with self._sharding.computing():
             run_forward_backward(self._stage, self._groups, padded, loss_head, self._hidden_template)
-        with all_or_none("the loss"):
-            for error in failures:
-                raise error
 
     @torch.no_grad()
     def _store_gradients(self) -> None:
