@@ -20,7 +20,7 @@ from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import Reader, Reading
-from nccl_transfer.transports.common import check_epoch, remaining_s, stream_channel
+from nccl_transfer.transports.common import Channels, check_epoch, remaining_s, stream_channel
 from rlhf.errors import DeadlineExceeded, OutOfSpace, TransferError, drop_frames, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
@@ -194,10 +194,8 @@ class RelayTaker:
     """
 
     def __init__(self, memory: Reader, channel: Callable[[str], grpc.Channel] = stream_channel) -> None:
-        self._open = channel
-        self._channels: dict[str, grpc.Channel] = {}
+        self._channels = Channels(channel)
         self._memory = memory
-        self._lock = threading.Lock()
 
     def take(self, relay: Relay, ranges: Sequence[ByteRange], call_id: str, deadline: float) -> Reading:
         """Blocks until the relay's reader, another rank of this host, has the bytes, and maps them.
@@ -220,7 +218,7 @@ class RelayTaker:
             epoch=relay.reader.epoch, call_id=call_id, source=relay.source.address
         )
         try:
-            stub = pb_grpc.TransferServiceStub(self._channel(relay.reader))
+            stub = pb_grpc.TransferServiceStub(self._channels.to(relay.reader.address))
             answer = stub.TakeRelayed(request, timeout=remaining_s(deadline, relay.reader))
         except grpc.RpcError as error:
             raise from_rpc_error(error, str(relay.reader)) from error
@@ -236,20 +234,10 @@ class RelayTaker:
 
     def forget(self, reader: Endpoint) -> None:
         """Closes what is kept open to a rank that no call names any more; as `Reader.forget`."""
-        with self._lock:
-            self._channels.pop(reader.address, None)  # its connection ends with the last call that uses it
+        self._channels.forget(reader.address)
         self._memory.forget(reader)
 
     def close(self) -> None:
         """Closes all connections."""
-        with self._lock:
-            channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            channel.close()
+        self._channels.close()
         self._memory.close()
-
-    def _channel(self, reader: Endpoint) -> grpc.Channel:
-        with self._lock:
-            if reader.address not in self._channels:
-                self._channels[reader.address] = self._open(reader.address)
-            return self._channels[reader.address]

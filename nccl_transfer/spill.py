@@ -4,7 +4,6 @@ once for all readers."""
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ import grpc
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard, Space
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.common import check_epoch, remaining_s, stream_channel
+from nccl_transfer.transports.common import Channels, check_epoch, remaining_s, stream_channel
 from rlhf.errors import InvalidRequest, TransferError, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
@@ -32,9 +31,7 @@ class Spiller:
         self, store: TensorStore | None, channel: Callable[[str], grpc.Channel] = stream_channel
     ) -> None:
         self._store = store
-        self._open = channel
-        self._channels: dict[str, grpc.Channel] = {}
-        self._lock = threading.Lock()
+        self._channels = Channels(channel)
 
     def on_host(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Sequence[ByteRange]:
         """Returns ranges of host memory with the same bytes, in the same order; blocks until they are there.
@@ -60,17 +57,11 @@ class Spiller:
 
     def close(self) -> None:
         """Closes all connections."""
-        with self._lock:
-            channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            channel.close()
+        self._channels.close()
 
     def _ask(self, source: Endpoint, shards: Sequence[Shard], deadline: float) -> list[Shard]:
         """Has the rank copy its shards; returns the copies."""
-        with self._lock:
-            if source.address not in self._channels:
-                self._channels[source.address] = self._open(source.address)
-            stub = pb_grpc.TransferServiceStub(self._channels[source.address])
+        stub = pb_grpc.TransferServiceStub(self._channels.to(source.address))
         request = pb.SpillRequest(epoch=source.epoch, shards=[shard.id for shard in shards])
         try:
             answer = stub.Spill(request, timeout=remaining_s(deadline, source))

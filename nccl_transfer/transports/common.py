@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -34,6 +35,45 @@ STREAM_OPTIONS = (
 def stream_channel(address: str) -> grpc.Channel:
     """Opens a channel that shares no connection with other channels and reads its streams in the calling thread."""
     return open_channel(address, STREAM_OPTIONS)
+
+
+class Channels:
+    """Channels by address, each of which is opened when it is first used. Thread-safe.
+
+    Args:
+        channel: Opens a channel to an address.
+    """
+
+    def __init__(self, channel: Callable[[str], grpc.Channel]) -> None:
+        self._open = channel
+        self._channels: dict[str, grpc.Channel] = {}
+        self._lock = threading.Lock()
+
+    def to(self, address: str) -> grpc.Channel:
+        """Returns the channel to an address."""
+        with self._lock:
+            if address not in self._channels:
+                self._channels[address] = self._open(address)
+            return self._channels[address]
+
+    def forget(self, address: str, channel: grpc.Channel | None = None) -> None:
+        """Removes the channel to an address, so that the next `to` opens another one. It is not closed: its connection
+        ends with the last call that uses it.
+
+        Args:
+            address: The address.
+            channel: A broken channel; another one to this address, opened since, is kept. Default: any.
+        """
+        with self._lock:
+            if channel is None or self._channels.get(address) is channel:
+                self._channels.pop(address, None)
+
+    def close(self) -> None:
+        """Closes all channels."""
+        with self._lock:
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel.close()
 
 
 def read_in_place(reader: ArenaReader, ranges: Sequence[ByteRange]) -> Reading:

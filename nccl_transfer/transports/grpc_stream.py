@@ -13,7 +13,7 @@ from nccl_transfer.refs.ranges import ByteRange, cut_chunks
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import Handler, Reader, Reading, Source, Transport
-from nccl_transfer.transports.common import check_request, remaining_s, stream_channel, with_retries
+from nccl_transfer.transports.common import Channels, check_request, remaining_s, stream_channel, with_retries
 from nccl_transfer.transports.sink import Sink
 from rlhf.errors import Refused, ServiceLost, TransferError, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
@@ -33,8 +33,7 @@ class GrpcReader(Reader):
     name = "grpc"
 
     def __init__(self, channel: Callable[[str], grpc.Channel] = stream_channel) -> None:
-        self._open = channel
-        self._channels: dict[str, grpc.Channel] = {}
+        self._channels = Channels(channel)
         self._streams: dict[Any, Endpoint] = {}
         """Responses of reads under way, and their sources."""
         self._lock = threading.Lock()
@@ -52,21 +51,18 @@ class GrpcReader(Reader):
         return Reading(sink.views)
 
     def forget(self, source: Endpoint) -> None:
+        # The last read that uses the channel may be from a new rank at the same address.
+        self._channels.forget(source.address)
         with self._lock:
-            # Its connection ends with the last read that uses it, which may be from a new rank at the same address.
-            self._channels.pop(source.address, None)
             forgotten = [each for each, known in self._streams.items() if known == source]
         for responses in forgotten:
             responses.cancel()
 
     def close(self) -> None:
-        with self._lock:
-            channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            channel.close()
+        self._channels.close()
 
     def _stream(self, source: Endpoint, sink: Sink, deadline: float) -> None:
-        channel = self._channel(source.address)
+        channel = self._channels.to(source.address)
         request = pb.FetchRequest(epoch=source.epoch, ranges=sink.missing())
         stub = pb_grpc.TransferServiceStub(channel)
         responses: Any = stub.Fetch(request, timeout=remaining_s(deadline, source))
@@ -80,26 +76,13 @@ class GrpcReader(Reader):
                 raise Refused(f"{source}: no call names it any more") from error
             mapped = from_rpc_error(error, str(source))
             if isinstance(mapped, ServiceLost):
-                self._forget(source.address, channel)
+                self._channels.forget(source.address, channel)  # other threads may still read its error
             raise mapped from error
         finally:
             with self._lock:
                 del self._streams[responses]
         if sink.missing():
             raise TransferError(f"{source}: the stream ended before all bytes were sent")
-
-    def _channel(self, address: str) -> grpc.Channel:
-        with self._lock:
-            if address not in self._channels:
-                self._channels[address] = self._open(address)
-            return self._channels[address]
-
-    def _forget(self, address: str, channel: grpc.Channel) -> None:
-        """Removes a broken channel from the cache without closing it, since other threads may still read its
-        error."""
-        with self._lock:
-            if self._channels.get(address) is channel:
-                del self._channels[address]
 
 
 def _write(sink: Sink, data: memoryview, source: Endpoint) -> None:
