@@ -152,6 +152,7 @@ class Fetcher:
         is under way over tcp or grpc ends with Refused, and a later one connects again."""
         self._choice.forget(source)
         self._taker.forget(source)
+        self._spiller.forget(source)
 
     def traffic(self) -> dict[str, Traffic]:
         """Returns the traffic of all fetches so far, by transport name; "relay" counts bytes that other ranks of this

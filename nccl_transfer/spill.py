@@ -55,6 +55,10 @@ class Spiller:
         by_id = dict(zip((shard.id for shard in shards), copies, strict=True))
         return [replace(r, shard=by_id[r.shard.id]) if r.shard.space is Space.DEVICE else r for r in ranges]
 
+    def forget(self, source: Endpoint) -> None:
+        """Closes what is kept open to a rank that no call names any more; as `Reader.forget`."""
+        self._channels.forget(source.address)
+
     def close(self) -> None:
         """Closes all connections."""
         self._channels.close()

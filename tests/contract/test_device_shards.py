@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import re
 import signal
 import threading
@@ -294,6 +295,18 @@ def test_a_reader_that_is_closed_leaves_no_thread(transport, gpus, lender):
     rank.fetch(one(lender))
     rank.close()
     wait_until(lambda: threading.active_count() <= before)
+
+
+def test_a_reader_without_a_gpu_keeps_no_connection_to_a_source_that_is_forgotten(lender):
+    def open_there() -> int:
+        return len(os.listdir(f"/proc/{lender.pid}/fd"))
+
+    fetcher, batch, before = Fetcher(host_id(), create_readers(["tcp"])), one(lender), open_there()
+    for _ in range(2):
+        assert_same_bits(fetch(fetcher, batch)["x"], random_array("uint8", (4, MIB // 4)))
+        fetcher.forget(lender.endpoint)
+        wait_until(lambda: open_there() <= before)
+    fetcher.close()
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc"])
