@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,15 @@ from nccl_transfer.transports.common import read_in_place
 from nccl_transfer.verification import ChecksumVerifier
 
 NO_RELAYS = RelayRequest("", Lease("", 0))
+
+
+@dataclass(frozen=True, eq=False)
+class _Fetch:
+    """A fetch that is under way: its deadline and relays, and its traffic so far, by transport name."""
+
+    deadline: float
+    relay_request: RelayRequest = NO_RELAYS
+    traffic: dict[str, Traffic] = field(default_factory=dict)
 
 
 class Fetcher:
@@ -101,13 +110,13 @@ class Fetcher:
         try:
             wanted = needed(others)
             self.verifier.check(wanted)
-            traffic: dict[str, Traffic] = {}
-            read, placed = self._read_all(wanted, needed(stays), relay_request, deadline, writable, traffic)
+            fetch = _Fetch(deadline, relay_request)
+            read, placed = self._read_all(wanted, needed(stays), fetch, writable=writable)
             self.verifier.verify(read)
         except BaseException as error:
             self._fail_relays(relay_request, error)
             raise
-        rows = replace(assemble(others, read, self._own, writable), traffic=traffic)
+        rows = replace(assemble(others, read, self._own, writable), traffic=fetch.traffic)
         return rows if self._device is None else self._device.add(rows, stays, placed, self._own)
 
     def read(self, wanted: ByteRange, deadline: float) -> Reading:
@@ -121,8 +130,7 @@ class Fetcher:
         Raises:
             RlhfError: As for `fetch`, but for checksums.
         """
-        source = wanted.shard.endpoint
-        return self._read(source, [wanted], None, NO_RELAYS, deadline, {})
+        return self._read(wanted.shard.endpoint, [wanted], _Fetch(deadline))
 
     def shares_memory(self, source: Endpoint) -> bool:
         """Returns whether this process maps the memory of a rank to read from it."""
@@ -177,29 +185,20 @@ class Fetcher:
         return self._store.endpoint if self._store is not None else None
 
     def _read_all(
-        self,
-        wanted: Ranges,
-        stays: Ranges,
-        relay_request: RelayRequest,
-        deadline: float,
-        writable: bool,
-        traffic: dict[str, Traffic],
+        self, wanted: Ranges, stays: Ranges, fetch: _Fetch, *, writable: bool
     ) -> tuple[dict[Endpoint, ReadRanges], dict[Endpoint, PlacedRanges]]:
         """Reads ranges into host memory, and those of `stays` into the memory of this rank's GPU."""
-        keeps, takes = relay_request.kept_by(self._own), relay_request.taken_by(self._own, self._host_id)
+        keeps = fetch.relay_request.kept_by(self._own)
+        takes = fetch.relay_request.taken_by(self._own, self._host_id)
         # Reads are queued before relays: a read waits for no other rank, so ranks that relay to each other do not
         # block one another.
         first = [source for source in wanted if source not in takes]
         second = [source for source in wanted if source in takes]
         jobs: list[Callable[[], Any]] = [
-            partial(self._read, source, wanted[source], keeps.get(source), relay_request, deadline, traffic)
-            for source in first
+            partial(self._read, source, wanted[source], fetch, keeps.get(source)) for source in first
         ]
-        jobs += [
-            partial(self._take, takes[source], wanted[source], relay_request, deadline, traffic)
-            for source in second
-        ]
-        jobs += [partial(self._place, source, stays[source], deadline, traffic) for source in stays]
+        jobs += [partial(self._take, takes[source], wanted[source], fetch) for source in second]
+        jobs += [partial(self._place, source, stays[source], fetch) for source in stays]
         done = self._threads.run_all(jobs, self._max_sources)
         readings, placed = done[: len(wanted)], done[len(wanted) :]
         read = {
@@ -208,59 +207,37 @@ class Fetcher:
         }
         return read, dict(zip(stays, placed, strict=True))
 
-    def _place(
-        self,
-        source: Endpoint,
-        ranges: Sequence[ByteRange],
-        deadline: float,
-        traffic: dict[str, Traffic],
-    ) -> PlacedRanges:
+    def _place(self, source: Endpoint, ranges: Sequence[ByteRange], fetch: _Fetch) -> PlacedRanges:
         """Reads ranges that may stay on the GPU."""
         assert self._device is not None, "columns stay only where there is an arena on the GPU"
-        count = partial(self._count, traffic=traffic)
-        read_on_host = partial(self._read_verified, deadline, traffic)
-        return self._device.read(source, ranges, source == self._own, deadline, count, read_on_host)
+        count, read_on_host = partial(self._count, fetch), partial(self._read_verified, fetch)
+        return self._device.read(source, ranges, source == self._own, fetch.deadline, count, read_on_host)
 
-    def _read_verified(
-        self, deadline: float, traffic: dict[str, Traffic], source: Endpoint, ranges: Sequence[ByteRange]
-    ) -> Reading:
+    def _read_verified(self, fetch: _Fetch, source: Endpoint, ranges: Sequence[ByteRange]) -> Reading:
         """Reads ranges of one rank into host memory, and verifies their checksums."""
         self.verifier.check({source: ranges})
-        reading = self._read(source, ranges, None, NO_RELAYS, deadline, traffic)
+        reading = self._read(source, ranges, fetch)
         self.verifier.verify({source: ReadRanges(ranges, reading)})
         return reading
 
     def _read(
-        self,
-        source: Endpoint,
-        ranges: Sequence[ByteRange],
-        keep: Relay | None,
-        relay_request: RelayRequest,
-        deadline: float,
-        traffic: dict[str, Traffic],
+        self, source: Endpoint, ranges: Sequence[ByteRange], fetch: _Fetch, keep: Relay | None = None
     ) -> Reading:
-        ranges = self._spiller.on_host(source, ranges, deadline)
+        ranges = self._spiller.on_host(source, ranges, fetch.deadline)
         if self._store is not None and source == self._store.endpoint:
             return read_in_place(self._store.reader, ranges)
         start = time.perf_counter()
-        name, reading = self._choice.read(source, ranges, deadline)
-        self._count(name, ranges, start, traffic)
+        name, reading = self._choice.read(source, ranges, fetch.deadline)
+        self._count(fetch, name, ranges, start)
         if keep is not None:
-            self.relays.keep(keep, ranges, reading.views, relay_request)
+            self.relays.keep(keep, ranges, reading.views, fetch.relay_request)
         return reading
 
-    def _take(
-        self,
-        relay: Relay,
-        ranges: Sequence[ByteRange],
-        relay_request: RelayRequest,
-        deadline: float,
-        traffic: dict[str, Traffic],
-    ) -> Reading:
-        ranges = self._spiller.on_host(relay.source, ranges, deadline)
+    def _take(self, relay: Relay, ranges: Sequence[ByteRange], fetch: _Fetch) -> Reading:
+        ranges = self._spiller.on_host(relay.source, ranges, fetch.deadline)
         start = time.perf_counter()
-        reading = self._taker.take(relay, ranges, relay_request.call_id, deadline)
-        self._count("relay", ranges, start, traffic)
+        reading = self._taker.take(relay, ranges, fetch.relay_request.call_id, fetch.deadline)
+        self._count(fetch, "relay", ranges, start)
         return reading
 
     def _fail_relays(self, relay_request: RelayRequest, error: BaseException) -> None:
@@ -268,11 +245,9 @@ class Fetcher:
         for relay in relay_request.kept_by(self._own).values():
             self.relays.fail(relay, error, relay_request.call_id)
 
-    def _count(
-        self, transport: str, ranges: Sequence[ByteRange], start: float, traffic: dict[str, Traffic]
-    ) -> None:
+    def _count(self, fetch: _Fetch, transport: str, ranges: Sequence[ByteRange], start: float) -> None:
         """Adds a read that began at `start` (`time.perf_counter`) to the traffic of its fetch and of all fetches."""
         moved = Traffic(sum(r.nbytes for r in ranges), time.perf_counter() - start, 1)
         with self._lock:
-            traffic[transport] = traffic.get(transport, Traffic()) + moved
+            fetch.traffic[transport] = fetch.traffic.get(transport, Traffic()) + moved
         self.note(transport, moved)
