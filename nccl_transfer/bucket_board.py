@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
-from nccl_transfer.bucket_offer import Offer, Pack
+from nccl_transfer.bucket_offer import Offer
 from nccl_transfer.process_memory import OwnMemory
 from nccl_transfer.refs.shards import Shard
-from nccl_transfer.refs.weight_plans import Bucket
-from nccl_transfer.store.store import Lease, TensorStore
+from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.common import check_epoch
 from rlhf.errors import DeadlineExceeded, InvalidRequest, Refused, drop_frames
 from rlhf.v1 import transfer_pb2 as pb
@@ -29,42 +28,27 @@ class BucketBoard:
 
     Args:
         store: Store of the rank.
+
+    Attributes:
+        store: See Args.
     """
 
     def __init__(self, store: TensorStore) -> None:
-        self._store = store
+        self.store = store
         self._own = OwnMemory()
         self._offers: dict[str, Future[Offer]] = {}
         self._waiters: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    @property
-    def checksums(self) -> bool:
-        """Whether buckets in place are offered with checksums (config key `checksums`)."""
-        return self._store.checksums
-
     @contextlib.contextmanager
-    def offer(
-        self,
-        transfer_id: str,
-        lease: Lease,
-        buckets: Sequence[Bucket],
-        pack: Pack,
-        name_of: Callable[[int], str],
-        check: Callable[[], None],
-        deadline: float,
-    ) -> Iterator[Offer]:
-        """Context manager that yields the offer of a transfer, to which receivers have access from now on. After the
-        block no bucket is held: where it raised, receivers get its error.
-
-        Args:
-            transfer_id: Id of the transfer.
-            lease, buckets, pack, name_of, check, deadline: As for `Offer`.
+    def opened(self, offer: Offer) -> Iterator[None]:
+        """Context manager of a block in which receivers have access to an offer of buckets in `store`. After the block
+        no bucket is held: where it raised, receivers get its error.
 
         Raises:
-            InvalidRequest: There was a transfer of this id.
+            InvalidRequest: There was an offer of the same transfer.
         """
-        offer = Offer(transfer_id, self._store, lease, buckets, pack, name_of, check, deadline)
+        transfer_id = offer.transfer_id
         with self._lock:
             begun = self._offers.setdefault(transfer_id, Future())
             if begun.done():
@@ -73,7 +57,7 @@ class BucketBoard:
             self._forget()
         error: BaseException = Refused(f"transfer {transfer_id} has ended: all its buckets were read")
         try:
-            yield offer
+            yield
         except BaseException as failure:
             error = failure
             raise
@@ -108,7 +92,7 @@ class BucketBoard:
             DeadlineExceeded: The transfer did not begin here, or the bucket was not offered, within `timeout_s`.
             RlhfError: The transfer failed with this error.
         """
-        check_epoch(self._store, request.epoch)
+        check_epoch(self.store, request.epoch)
         try:
             async with asyncio.timeout(timeout_s):
                 offer = await self._begun(request.transfer_id)

@@ -18,7 +18,7 @@ Pack = Callable[[Bucket, memoryview], list[int]]
 """Writes a bucket to memory of `bucket.nbytes` bytes; returns the checksums of its blocks."""
 
 Place = Shard | pb.BucketInPlace
-"""Where a bucket is."""
+"""Location of a bucket: a shard, or spans of the source's memory."""
 
 BUCKETS_AHEAD = 3
 """Most packed buckets that a rank holds for its slowest reader: one that is read, one on its way, and one that is
@@ -28,7 +28,7 @@ CHECK_S = 0.1
 
 
 class Offer:
-    """The buckets of one transfer on its source. Thread-safe. Made by `BucketBoard.offer`.
+    """The buckets of one transfer on its source. Thread-safe. Receivers have access to it by `BucketBoard.opened`.
 
     One thread, the sender's, offers the buckets and waits for their readers. While it waits, it packs those that lie in
     place for receivers that cannot read there.
@@ -42,6 +42,9 @@ class Offer:
         name_of: Returns the name of a receiver, for messages, by its index in the transfer.
         check: Called every CHECK_S seconds while the sender waits; ends the wait by raising.
         deadline: Time at which waits fail, on the clock of `time.monotonic`, in seconds.
+
+    Attributes:
+        transfer_id: See Args.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Offer:
         check: Callable[[], None],
         deadline: float,
     ) -> None:
-        self._name = f"transfer {transfer_id}"
+        self.transfer_id, self._name = transfer_id, f"transfer {transfer_id}"
         self._store, self._lease = store, lease
         self._buckets, self._pack, self._name_of = tuple(buckets), pack, name_of
         self._check, self._deadline = check, deadline

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nccl_transfer.bucket_board import BucketBoard
+from nccl_transfer.bucket_offer import Offer
 from nccl_transfer.refs.weight_plans import Bucket, WeightTransfer, plan_weights
 from nccl_transfer.refs.wire_weights import slice_to_proto, transfer_from_proto
 from nccl_transfer.store.store import Lease
@@ -109,15 +110,16 @@ def send(
         return hosts == {transfer.sources[bucket.source].endpoint.host_id}
 
     lease = Lease(call.call.session, call.call.step)
+    offer = Offer(
+        transfer.id, board.store, lease, buckets, packer.pack, name_of, call.check_cancelled, call.deadline
+    )
     call.progress(0, len(buckets))
-    with board.offer(
-        transfer.id, lease, buckets, packer.pack, name_of, call.check_cancelled, call.deadline
-    ) as offer:
+    with board.opened(offer):
         for bucket in buckets:
             call.check()
             placed = None
             if is_near(bucket) and offer.may_be_in_place(bucket.number):
-                placed = packer.place(bucket, board.checksums)
+                placed = packer.place(bucket, board.store.checksums)
             if placed is not None:
                 offer.place(bucket.number, placed)
             else:
