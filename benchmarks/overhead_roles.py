@@ -16,6 +16,7 @@ from torch import Tensor
 
 from controller.advantage import ppo_advantage
 from controller.config.config import Config
+from controller.data.loader import Loader
 from controller.data.prompts import PromptData
 from controller.training.losses import policy_loss as policy_loss_message
 from nccl_transfer.refs.columns import Jagged
@@ -67,7 +68,8 @@ class Task:
     def prompts(self, step: int) -> np.ndarray:
         """Number of the prompt of each row of a step's batch, [rows] int64."""
         config = self._config
-        chosen = self.data.rows_of_step(step, config.data.prompts_per_step, config.run.seed)
+        count = config.data.prompts_per_step
+        chosen = Loader(self.data.sizes, [1.0], config.run.seed).take(step * count)[-count:]
         return np.repeat(chosen, config.rollout.samples_per_prompt)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from controller.config.config import Config
 from controller.config.data import SourceTable
 from controller.data.chat import Chat
-from controller.data.loader import shuffled
 from controller.data.prompt_source import MalformedRow, Prompt, PromptSource, Render, check_text, no_template
 from controller.data.readers import Row, RowReader, open_rows
 from controller.role_groups.dataflow import FutureBatch
@@ -70,18 +69,6 @@ class PromptData:
         """Reads the rows of these numbers and returns them as a batch with the columns of `columns_of`. Raises
         ConfigError where a row is malformed."""
         return columns_of([self[int(row)] for row in rows])
-
-    def rows_of_step(self, step: int, count: int, seed: int) -> np.ndarray:
-        """Returns the numbers of the rows of a step [count] int64: those that a `Loader` draws where there is one
-        source and no row is left out.
-
-        Args:
-            step: Number of the step, from 1.
-            count: Number of rows per step.
-            seed: Seed of the run.
-        """
-        first = (step - 1) * count
-        return shuffled(np.arange(first, first + count), len(self), f"data/{seed}")
 
     def _source_of(self, row: int) -> int:
         return int(np.searchsorted(self._first, row, side="right")) - 1

@@ -27,6 +27,7 @@ from client.rank import RankClient
 from client.stream import CallStream
 from controller import cli, job
 from controller.config.config import Config
+from controller.data.loader import Loader
 from controller.data.prompts import PromptData
 from controller.tracking.metrics import read_metrics, read_samples
 from controller.tracking.timeline import read_events
@@ -453,7 +454,8 @@ def allowed_bytes(config: Config, data: PromptData, line: dict[str, float]) -> f
     """Bytes allowed in a step: prompts to the actor, text rows to the reward and its scores back, and per response
     token three floats in and two out."""
     samples = config.rollout.samples_per_prompt
-    rows = data.rows_of_step(int(line["step"]), config.data.prompts_per_step, config.run.seed)
+    count = config.data.prompts_per_step
+    rows = Loader(data.sizes, [1.0], config.run.seed).take(int(line["step"]) * count)[-count:]
     prompt = sum(len(data[row].text) for row in rows) * samples
     rest = sum(len(data[row].ground_truth) + len(data[row].metadata) for row in rows) * samples
     tokens = line["response/length_mean"] * len(rows) * samples
