@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from nccl_transfer.store.device_arrays import DeviceArray, Pin, PinnedBytes
 from nccl_transfer.store.device_shards import DeviceShards
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports.gpu.arena_reads import ArenaClient
+from nccl_transfer.transports.gpu.device_read import DeviceRead
 from rlhf.errors import OutOfSpace, Refused, RlhfError, ServiceLost
 
 ACTIONS = 40
@@ -195,10 +197,16 @@ class Schedule:
         client = ArenaClient(cuda, headers, lambda: None)  # type: ignore[arg-type]
         arena = OpenedArena(self.world, self.arena, Liveness(self.world, self.random.random() < 0.2), cuda)
         target = self.world.malloc(shard.nbytes)
-        ranges = [ByteRange(shard, 0, shard.nbytes)]
+        read = DeviceRead(
+            shard.endpoint,
+            [ByteRange(shard, 0, shard.nbytes)],
+            SimpleNamespace(pointer=target),  # type: ignore[arg-type]
+            [0],
+            time.monotonic() + 20,
+        )
         cuda.token = 0
         try:
-            client._copy(shard.endpoint, arena, headers, ranges, target, [0], time.monotonic() + 20)  # type: ignore[arg-type]
+            client._copy(read, arena, headers)  # type: ignore[arg-type]
         except (Refused, ServiceLost):
             return
         if cuda.token in self.world.tainted:

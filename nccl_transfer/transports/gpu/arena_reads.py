@@ -6,16 +6,15 @@ memory, so a shard that was released meanwhile is an error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import grpc
 
 from nccl_transfer.devices.cuda import Cuda, Event
-from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.arena import ArenaReader, DevicePlace
-from nccl_transfer.transports.base import DeviceMemory
+from nccl_transfer.transports.gpu.device_read import DeviceRead
 from nccl_transfer.transports.gpu.liveness import LivenessStream
 from nccl_transfer.transports.gpu.peer_connection import PeerConnection
 from nccl_transfer.transports.memfd import MemfdReader
@@ -74,47 +73,33 @@ class ArenaClient(PeerConnection[CudaIpcServiceStub, _OpenedArena]):
         self._cuda = cuda
         self._headers = headers
 
-    def receive(
-        self,
-        source: Endpoint,
-        ranges: Sequence[ByteRange],
-        memory: DeviceMemory,
-        offsets: Sequence[int],
-        deadline: float,
-    ) -> None:
-        """Copies ranges; arguments and errors are those of `Reader.receive`."""
+    def receive(self, read: DeviceRead) -> None:
+        """Copies ranges; raises as `Reader.receive` does."""
+        source, deadline = read.source, read.deadline
         try:
             with self.turn(source, str(source), deadline):
                 headers = self._map_headers(source, deadline)
                 arena = self.resources(source, f"{source}: open the arena", deadline)
-                self._copy(source, arena, headers, ranges, memory.pointer, offsets, deadline)
+                self._copy(read, arena, headers)
         except BaseException:
-            memory.free()
+            read.memory.free()
             raise
 
-    def _copy(
-        self,
-        source: Endpoint,
-        arena: _OpenedArena,
-        headers: ArenaReader,
-        ranges: Sequence[ByteRange],
-        target: int,
-        offsets: Sequence[int],
-        deadline: float,
-    ) -> None:
-        shards = list(dict.fromkeys(r.shard for r in ranges))
+    def _copy(self, read: DeviceRead, arena: _OpenedArena, headers: ArenaReader) -> None:
+        source, deadline = read.source, read.deadline
+        shards = list(dict.fromkeys(r.shard for r in read.ranges))
         headers.check(shards)
         arena.liveness.wait(
             lambda: all(self._is_ready(arena, headers, shard) for shard in shards),
             deadline,
             f"{source}: ready",
         )
-        for r, offset in zip(ranges, offsets, strict=True):
+        for r, offset in zip(read.ranges, read.offsets, strict=True):
             place = headers.device_place(r.shard)
             headers.check([r.shard])
             if place.offset + r.shard.nbytes > arena.nbytes:
                 raise TransferError(f"{source}: shard {r.shard.id} reaches beyond the arena on the GPU")
-            self._cuda.copy(target + offset, arena.pointer + place.offset + r.start, r.nbytes)
+            self._cuda.copy(read.memory.pointer + offset, arena.pointer + place.offset + r.start, r.nbytes)
         arena.copied.record()
         arena.liveness.wait(arena.copied.done, deadline, f"{source}: copy")
         headers.check(shards)

@@ -38,6 +38,7 @@ from nccl_transfer.transports.base import (
 from nccl_transfer.transports.common import layout, remaining_s
 from nccl_transfer.transports.gpu.arena_reads import ArenaClient
 from nccl_transfer.transports.gpu.cuda_ipc_source import GENERATION, HEADER_BYTES, SLOT_BYTES, CudaIpcSource
+from nccl_transfer.transports.gpu.device_read import DeviceRead
 from nccl_transfer.transports.gpu.liveness import LivenessStream, liveness_channel, wait_for_answer
 from nccl_transfer.transports.gpu.peer_connection import PeerConnection, PeerConnections
 from nccl_transfer.transports.memfd import MemfdReader
@@ -113,7 +114,7 @@ class CudaIpcReader(Reader):
         offsets: Sequence[int],
         deadline: float,
     ) -> None:
-        self._arenas.to(source).receive(source, ranges, memory, offsets, deadline)
+        self._arenas.to(source).receive(DeviceRead(source, ranges, memory, offsets, deadline))
 
     def forget(self, source: Endpoint) -> None:
         self._clients.forget(source)

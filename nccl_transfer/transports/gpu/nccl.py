@@ -36,6 +36,7 @@ from nccl_transfer.transports.gpu.communicator import (
     version_text,
     why_no_nccl,
 )
+from nccl_transfer.transports.gpu.device_read import DeviceRead
 from nccl_transfer.transports.gpu.liveness import liveness_channel
 from nccl_transfer.transports.gpu.nccl_client import NcclClient
 from nccl_transfer.transports.gpu.nccl_source import ADVERT, NcclSource
@@ -95,7 +96,7 @@ class NcclReader(Reader):
         offsets: Sequence[int],
         deadline: float,
     ) -> None:
-        self._clients.to(source).receive(source, ranges, memory, offsets, deadline)
+        self._clients.to(source).receive(DeviceRead(source, ranges, memory, offsets, deadline))
 
     def forget(self, source: Endpoint) -> None:
         self._clients.forget(source)

@@ -21,6 +21,7 @@ from nccl_transfer.transports.gpu.communicator import (
     Message,
     Nccl,
 )
+from nccl_transfer.transports.gpu.device_read import DeviceRead
 from nccl_transfer.transports.gpu.liveness import LivenessStream, wait_for_answer
 from nccl_transfer.transports.gpu.manifest import manifest_item
 from nccl_transfer.transports.gpu.nccl_reader_session import NcclReaderSession
@@ -50,18 +51,11 @@ class NcclClient(PeerConnection[NcclServiceStub, NcclReaderSession]):
         self._epoch = 0  # of the newest communicator
         self._buffer: DeviceBuffer | None = None
 
-    def receive(
-        self,
-        source: Endpoint,
-        ranges: Sequence[ByteRange],
-        memory: DeviceMemory,
-        offsets: Sequence[int],
-        deadline: float,
-    ) -> None:
-        """Waits for earlier transfers from the source, then reads into memory of this rank's GPU; arguments and errors
-        are those of `NcclReader.receive`."""
-        with self._session_for(source, deadline, memory.free) as (session, plan):
-            self._transfer(source, session, plan, ranges, memory, offsets, deadline)
+    def receive(self, read: DeviceRead) -> None:
+        """Waits for earlier transfers from the source, then reads into memory of this rank's GPU; raises as
+        `NcclReader.receive` does."""
+        with self._session_for(read.source, read.deadline, read.memory.free) as (session, plan):
+            self._transfer(read, session, plan)
 
     def read(
         self,
@@ -78,7 +72,7 @@ class NcclClient(PeerConnection[NcclServiceStub, NcclReaderSession]):
                 self._free_buffer()
                 self._buffer = DeviceBuffer(self._cuda, len(data))
             try:
-                self._transfer(source, session, plan, ranges, self._buffer, offsets, deadline)
+                self._transfer(DeviceRead(source, ranges, self._buffer, offsets, deadline), session, plan)
             except BaseException:
                 self._buffer = None  # the transfer has freed it, or will
                 raise
@@ -143,69 +137,47 @@ class NcclClient(PeerConnection[NcclServiceStub, NcclReaderSession]):
             raise
         return session
 
-    def _transfer(
-        self,
-        source: Endpoint,
-        session: NcclReaderSession,
-        plan: str,
-        ranges: Sequence[ByteRange],
-        memory: DeviceMemory,
-        offsets: Sequence[int],
-        deadline: float,
-    ) -> None:
+    def _transfer(self, read: DeviceRead, session: NcclReaderSession, plan: str) -> None:
         transaction = Transaction(plan, session.epoch)
-        places = zip(offsets, ranges, strict=True)
-        receives = [Message(SOURCE, memory.pointer + offset, r.nbytes) for offset, r in places]
-        place = f"{source}: plan {transaction.plan}"
         try:
-            self._prepare(source, session, transaction, ranges, deadline, f"{place}, prepare")
+            self._prepare(read, session, transaction)
             transaction.prepare()
             transaction.commit(transaction.plan, session.epoch)
-            self._commit(session, transaction, receives, deadline, f"{place}, transfer")
+            self._commit(read, session, transaction)
             transaction.finish()
         except BaseException as error:
             was_refused = transaction.phase is Phase.IDLE and _is_answer(error)
             transaction.abort(str(error))
             if was_refused:
-                memory.free()
+                read.memory.free()
             else:
-                self._abort_transfer(transaction, memory)
+                self._abort_transfer(transaction, read.memory)
             raise
 
-    def _prepare(
-        self,
-        source: Endpoint,
-        session: NcclReaderSession,
-        transaction: Transaction,
-        ranges: Sequence[ByteRange],
-        deadline: float,
-        where: str,
-    ) -> None:
-        left = remaining_s(deadline, source)
+    def _prepare(self, read: DeviceRead, session: NcclReaderSession, transaction: Transaction) -> None:
+        left = remaining_s(read.deadline, read.source)
         request = pb.PrepareRequest(
             reader=self._reader,
             plan=transaction.plan,
-            epoch=source.epoch,
+            epoch=read.source.epoch,
             communicator_epoch=session.epoch,
-            items=map(manifest_item, ranges),
-            nbytes=sum(r.nbytes for r in ranges),
+            items=map(manifest_item, read.ranges),
+            nbytes=sum(r.nbytes for r in read.ranges),
             deadline_s=left,
         )
-        wait_for_answer(self.stub.Prepare.future(request, timeout=left), session.liveness, deadline, where)
+        where = f"{read.source}: plan {transaction.plan}, prepare"
+        prepared = self.stub.Prepare.future(request, timeout=left)
+        wait_for_answer(prepared, session.liveness, read.deadline, where)
 
-    def _commit(
-        self,
-        session: NcclReaderSession,
-        transaction: Transaction,
-        receives: Sequence[Message],
-        deadline: float,
-        where: str,
-    ) -> None:
+    def _commit(self, read: DeviceRead, session: NcclReaderSession, transaction: Transaction) -> None:
         """Makes both sides enqueue their NCCL group; blocks until the bytes have arrived and the source has confirmed.
         Raises an RlhfError where the communicator or the source failed, or the deadline passed."""
         request = pb.CommitRequest(
             reader=self._reader, plan=transaction.plan, communicator_epoch=session.epoch
         )
+        where = f"{read.source}: plan {transaction.plan}, transfer"
+        places = zip(read.offsets, read.ranges, strict=True)
+        receives = [Message(SOURCE, read.memory.pointer + offset, r.nbytes) for offset, r in places]
         commit, communicator = self.stub.Commit.future(request), session.communicator
         entered = session.submit(partial(session.enter, receives))
 
@@ -217,12 +189,12 @@ class NcclClient(PeerConnection[NcclServiceStub, NcclReaderSession]):
             return entered.done() and communicator.done()
 
         try:
-            session.liveness.wait(received, deadline, where)
+            session.liveness.wait(received, read.deadline, where)
         except CommunicatorError as error:
             raise session.explain(error, where) from error
         except grpc.RpcError as error:
             raise from_rpc_error(error, where) from error
-        wait_for_answer(commit, session.liveness, deadline, where)
+        wait_for_answer(commit, session.liveness, read.deadline, where)
 
     def _abort_transfer(self, transaction: Transaction, memory: DeviceMemory) -> None:
         """Aborts the session without waiting for the source, which learns of it by the Abort call, the end of the
