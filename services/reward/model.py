@@ -14,7 +14,6 @@ from torch import Tensor
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
-from services.compute import fused, matmul
 from services.compute.microbatch import MicroBatch, pad
 from services.compute.splitting import cut
 from services.engines.agreement import RunToEnd, all_or_none
@@ -25,8 +24,6 @@ from services.reward.losses import LOSSES, pair_loss
 from services.reward.model_scorer import ModelScorer, SequenceModelScorer
 from services.reward.worker import RewardWorker
 from services.roles.columns import jagged_ids
-from services.roles.kernel_choice import choose_kernels
-from services.roles.matmul_choice import choose_matmul
 from services.roles.micro_batching import check_token_ids
 from services.roles.minibatch import check_schedule, deal
 from services.roles.model_worker import ModelWorker
@@ -47,9 +44,7 @@ class ModelRewardWorker(VerifiedWorker, TorchWorker, RewardWorker):
 
     def __init__(self, table: RewardTable, ranks: Ranks) -> None:
         def make(table: RewardTable) -> ModelScorer:
-            if self.torch_device.type == "cpu":
-                choose_matmul(table.matmul, ranks)
-            choose_kernels(table.kernels, self.torch_device, ranks)
+            self.choose_libraries()
             return ModelScorer(table)
 
         super().__init__(table, ranks, make)
@@ -61,9 +56,7 @@ class ModelRewardWorker(VerifiedWorker, TorchWorker, RewardWorker):
 
     def describe(self) -> worker_pb2.DescribeResponse:
         answer = super().describe()
-        answer.torch, answer.cpu_capability = torch.__version__, torch.backends.cpu.get_cpu_capability()
-        answer.matmul = matmul.backend() if self.torch_device.type == "cpu" else ""
-        answer.kernels = fused.name_in_use()
+        answer.MergeFrom(self.libraries())
         return answer
 
 

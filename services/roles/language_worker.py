@@ -6,17 +6,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
-from services.compute import fused, matmul
 from services.compute.device_memory import peak_memory_measured
 from services.engines.implementation import implementation_of
 from services.models.tokenizers import load_tokenizer, vocabulary_hash
 from services.roles.engine_errors import as_contract_errors
-from services.roles.kernel_choice import choose_kernels
-from services.roles.matmul_choice import choose_matmul
 from services.roles.profiler import CallProfiler
 from services.roles.tokenization import tokenize_texts
 from services.roles.torch_worker import TorchWorker
@@ -49,9 +44,7 @@ class LanguageWorker(VerifiedWorker, TorchWorker):
 
     def __init__(self, table: LoadedModelTable, ranks: Ranks) -> None:
         super().__init__(table, ranks)
-        if self.torch_device.type == "cpu":
-            choose_matmul(table.matmul, ranks)
-        choose_kernels(table.kernels, self.torch_device, ranks)
+        self.choose_libraries()
         try:
             self.tokenizer: Any = load_tokenizer(table.model)
         except (OSError, ValueError) as error:
@@ -68,13 +61,9 @@ class LanguageWorker(VerifiedWorker, TorchWorker):
             implementation_of(key, getattr(table, key), spec, object)
 
     def describe(self) -> worker_pb2.DescribeResponse:
-        return worker_pb2.DescribeResponse(
-            vocabulary_hash=self._vocabulary_hash,
-            matmul=matmul.backend() if self.torch_device.type == "cpu" else "",
-            cpu_capability=torch.backends.cpu.get_cpu_capability(),
-            torch=torch.__version__,
-            kernels=fused.name_in_use(),
-        )
+        answer = self.libraries()
+        answer.vocabulary_hash = self._vocabulary_hash
+        return answer
 
     def around(self, run: Callable[[], CallResult]) -> CallResult:
         """Calls `run`, which runs a method, and returns its result. Profiles the call if an earlier call of the method

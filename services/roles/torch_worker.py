@@ -10,8 +10,12 @@ from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.devices.cupy_cuda import own_cuda
 from nccl_transfer.devices.tensors import DeviceTensors
 from nccl_transfer.store.torch_device import TorchDevice
+from rlhf.v1 import worker_pb2
+from services.compute import fused, matmul
 from services.compute.device_memory import allocated_bytes, peak_allocated_bytes
 from services.roles.device import device_identity, rank_device, use_device
+from services.roles.kernel_choice import choose_kernels
+from services.roles.matmul_choice import choose_matmul
 from services.runtime.ranks import Ranks
 from services.runtime.worker import Worker
 from settings.service import ServiceTable
@@ -41,6 +45,23 @@ class TorchWorker(Worker):
     def prepare_thread(self) -> None:
         torch.set_num_threads(self.table.threads)
         use_device(self.torch_device)
+
+    def choose_libraries(self) -> None:
+        """Chooses the library of matrix products on CPUs and the kernels that the table asks for, the same on all
+        ranks. Collective. Raises ConfigError where one cannot be used."""
+        if self.torch_device.type == "cpu":
+            choose_matmul(self.table.matmul, self.ranks)
+        choose_kernels(self.table.kernels, self.torch_device, self.ranks)
+
+    def libraries(self) -> worker_pb2.DescribeResponse:
+        """Returns the fields of Describe on which, beside the table, the bits of results depend: torch, the CPU's
+        capability, and what `choose_libraries` has chosen."""
+        return worker_pb2.DescribeResponse(
+            torch=torch.__version__,
+            cpu_capability=torch.backends.cpu.get_cpu_capability(),
+            matmul=matmul.backend() if self.torch_device.type == "cpu" else "",
+            kernels=fused.name_in_use(),
+        )
 
     def device(self) -> dict[str, str]:
         return device_identity(self.torch_device)
