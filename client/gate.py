@@ -1,4 +1,4 @@
-"""The gate of a step whose calls on what learns wait until a later step has generated."""
+"""The gate that holds back a step's calls to trained services until a later step has generated."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ NEXT_START_NS = 1000
 microseconds."""
 MAX_UINT64 = 2**64 - 1
 AFTER_UPDATES = MAX_UINT64
-"""Lateness of calls on what learns, above that of any segment; see `StepContext.gate_of`."""
+"""Lateness of calls to trained services, above that of any segment; see `StepContext.gate_of`."""
 MOVE_A_MODEL = (
     "begin_session",
     "save_checkpoint",

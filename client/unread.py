@@ -1,4 +1,4 @@
-"""Errors of calls that nobody waits for: they are kept until somebody is told of them."""
+"""Errors of calls whose results are not waited for, kept until they are raised."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ READ = "was_read"
 
 
 def mark_read(futures: Sequence[Future[Any]]) -> None:
-    """Notes that somebody is told of the errors of futures, of those that are pending as soon as they fail. An error is
-    one object in all futures that fail by it, so it is read for all of them."""
+    """Marks the errors of futures as read; those of pending futures when they fail. An error is one object in all
+    futures that fail by it, so it is marked for all of them."""
     for future in futures:
         future.add_done_callback(_mark)
 

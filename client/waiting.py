@@ -1,5 +1,5 @@
-"""Waits of a controller's threads for futures: the one place that a simulation has to know of, in which time stands
-still while a thread executes."""
+"""Waits of a controller's threads for futures. A simulation replaces this module alone: its clock stands still while a
+thread executes."""
 
 from __future__ import annotations
 

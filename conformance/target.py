@@ -26,7 +26,7 @@ Status = grpc.StatusCode
 
 
 class RewardTarget:
-    """Client of the reward server under test, with the probe rows and what earlier checks found out.
+    """Client of the reward server under test, with the probe rows and the findings of earlier checks.
 
     Args:
         address: host:port of the server.

@@ -1,1 +1,1 @@
-"""How the services start: launchers, ready configurations and the quickstart task."""
+"""Launchers of services, ready configurations and the quickstart task."""

@@ -1,4 +1,4 @@
-"""rlhf-loadtest: what one service can do, and how long it takes."""
+"""rlhf-loadtest: measures the throughput and latency of one service."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def fields_of(state: Any, where: str) -> dict[str, Any]:
 
 
 def set_fields(state: Any, stored: Mapping[str, Any], where: str) -> None:
-    """Sets the fields of a dataclass, in place, to values that `fields_of` returned. The present value of a field says
-    which type it gets back.
+    """Sets the fields of a dataclass, in place, to values that `fields_of` returned, converted to the types of their
+    present values.
 
     Raises:
         ConfigError: The names of the fields differ, or a value does not fit the present one.
@@ -122,8 +122,8 @@ def _is_exact(dtype: np.dtype[Any]) -> bool:
 
 
 def _like(present: Any, stored: Any, where: str) -> Any:
-    """Returns a value that `_to_json` made in the type of the present value; without a present value as what JSON has
-    it, numbers that are not finite and arrays excepted."""
+    """Decodes a value of `_to_json` to the type of the present value. Without a present value, it stays a JSON value,
+    except non-finite numbers and arrays."""
     match stored:
         case {"/float": text}:
             return float(text)

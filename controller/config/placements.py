@@ -83,7 +83,7 @@ def _split(services: Services) -> dict[str, range]:
 
 
 def _interleaved(services: Services) -> dict[str, range]:
-    """All devices for what learns or generates; parts of them for each of the others."""
+    """Trained and generating services get all devices, each other service a part of them."""
     whole, parts = _parted(services, lambda table: table.keeps_state or _generates(table))
     places = _sets({name: table} for name, table in parts.items())
     needed = max(

@@ -23,9 +23,9 @@ START = {
     "collective_us": 10.0,
     "call_us": 5000.0,
 }
-"""The constants that are fitted, with a scale of those that the table has as 0."""
+"""The fitted constants, with a scale for those that are 0 in the table."""
 RATES = ("efficiency", "memory_efficiency", "link_gb")
-"""Those of which seconds are inversely proportional parts; of the others they are proportional parts."""
+"""The constants that are rates: times are inversely proportional to them, and proportional to the others."""
 WEIGHT_OF_TABLE = 0.005
 """Weight of a constant's distance from its value in the table, as a ratio, beside that of a call's deviation."""
 ROUNDS, SWEEPS, LEAST = 40, 100, 1e-3

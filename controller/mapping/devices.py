@@ -88,9 +88,9 @@ class DeviceGroup:
         return self.table.memory_bandwidth_gb * GB * self.table.memory_efficiency
 
     def alignment(self, count: int) -> int:
-        """Returns the number of which the first device of a pool of `count` devices is a multiple, within a machine.
-        Pools are laid out in descending order of it, so that aligned blocks never cross machines.
-        The power of two in the greatest common divisor, or all of a machine."""
+        """Returns the alignment of a pool of `count` devices: its first device is a multiple of this within a machine.
+        It is the largest power of two that divides `count` and the devices of a machine, or all of a machine. Pools
+        are laid out in descending order of it, so that aligned blocks never cross machines."""
         if self.count <= self.per_machine or count % self.per_machine == 0:
             return self.per_machine
         common = math.gcd(count, self.per_machine)

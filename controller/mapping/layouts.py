@@ -78,8 +78,8 @@ class Option:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a run with `run.ahead` keeps its calls until the next step has generated, generation aside: of what
-        learns, and of a values service."""
+        """Whether a run with `run.ahead` holds back its calls, except generation, until the next step has generated:
+        true for trained models and for a values service."""
         return self.use.learns or (self.use.receives and self.use.engine != "none")
 
 
@@ -158,8 +158,8 @@ def _trained(model: Model, use: ModelUse, site: Site, workload: Workload, bounds
 
 
 def _unused(rollout: RolloutUse, use: ModelUse) -> RolloutUse:
-    """Returns the rollout engine of an actor that does not generate: on the mesh of training, where it has no weights
-    of its own."""
+    """Returns the rollout engine of an actor that does not generate: on the training mesh, without weights of its
+    own."""
     if use.engine != "3d":
         return rollout
     in_place = rollout.engine == "hf" and not use.shards_over_data and not rollout.gathers_all
@@ -325,8 +325,8 @@ class GeneratingMemory:
 
 
 def stages(use: ModelUse) -> list[int]:
-    """Returns the pipeline stages of which one needs most memory: the first, which has most micro-batches under way,
-    the second, which has as many neighbours as any other, and the last, which has the head."""
+    """Returns the pipeline stages one of which needs the most memory: the first, with the most micro-batches in flight;
+    the second, with neighbours on both sides; and the last, with the head."""
     return sorted({0, min(1, use.mesh[0] - 1), use.mesh[0] - 1})
 
 
@@ -340,8 +340,7 @@ def _training_memory(use: ModelUse, rows: RowSizes, stage: int) -> tuple[int, in
 
 
 def not_dominated(options: Sequence[Option]) -> list[Option]:
-    """Returns the options than which no other is at least as good in every time, in `idle` and in `extra`; of equal
-    ones the first."""
+    """Returns the Pareto front of options by their times, `idle` and `extra`; the first of equal ones."""
     return [options[i] for i in not_dominated_rows(costs_of(options))]
 
 

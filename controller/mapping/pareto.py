@@ -6,8 +6,8 @@ import numpy as np
 
 
 def not_dominated_rows(costs: np.ndarray) -> np.ndarray:
-    """Returns the indices [n] int64 of the rows of `costs` [rows, columns] than which no other row is at most as large
-    in every column; of equal rows the first in lexical order."""
+    """Returns the Pareto front of `costs` [rows, columns]: the indices [n] int64 of the rows that no other row
+    dominates (is at most as large in every column); of equal rows the first in lexical order."""
     if not len(costs):
         return np.zeros(0, np.int64)
     # A row has a larger sum than those that dominate it; or, if rounding makes the sums equal, it comes after them.

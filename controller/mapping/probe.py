@@ -103,8 +103,8 @@ def probe_services(
 
 
 def probe_table(probed: Probed) -> Table:
-    """Returns a table of the timed calls beside what the model of costs predicts with the table from before, and with
-    the constants that are fitted."""
+    """Returns a table of the measured times of calls, and of the predicted ones before and after the fit of the
+    constants."""
     table = Table("call", "ranks", "measured", "before", "fitted", "ratio", box=None, pad_edge=False)
     for call in probed.calls:
         fitted = call.predicted_s(probed.calibrated)
@@ -207,7 +207,7 @@ class _Notes:
     seen: dict[str, list[ProbedCall]] = field(default_factory=dict)
 
     def timed(self, made: FutureBatch, batch: FutureBatch, variant: str = "", minis: int = 1) -> FutureBatch:
-        """Waits for a call and notes it; returns what it made.
+        """Waits for a call and records its time; returns `made`.
 
         Args:
             made: Columns that the call makes.
@@ -232,7 +232,7 @@ class _Notes:
 
 
 def _timed_step(run: Run, step: Step, notes: _Notes) -> Iterator[FutureBatch]:
-    """Makes each kind of call, one after another, and yields the rows, and what updates them."""
+    """Makes each kind of call, one after another; yields the rows, and then the batches of the updates."""
     config, prompts = run.config, step.prompts
     roles = {name: table.role for name, table in config.services.items()}
     roles |= {role: role for role in config.also_served}

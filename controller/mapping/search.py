@@ -43,7 +43,7 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a device: what all models take between calls, and the most that one takes beyond."""
+        """Peak bytes of a device: those that all models take between calls, plus the largest `extra` of one of them."""
         return sum(option.idle for option in self.options) + max(option.extra for option in self.options)
 
 

@@ -17,10 +17,10 @@ from settings.memory.predict import StageName
 
 OFFLOAD, ONLOAD = "offload", "onload"
 NEEDS_NOTHING = ("synchronize", "profile")
-"""Methods that need no weights, wherever these are."""
+"""Methods that need no weights on the device."""
 BEGINS = "begin_session"
-"""Method that brings a service back by itself. When it is called, the session may not have begun on others, so that
-these cannot be offloaded for it."""
+"""Method that onloads a service by itself. The session may not have begun on other services yet, which then cannot be
+offloaded to make room."""
 IDLE: tuple[StageName, ...] = ("idle",)
 STAGES: Mapping[str, tuple[StageName, ...]] = MappingProxyType(
     {
@@ -78,7 +78,8 @@ NO_MOVES = Moves()
 
 
 class Residency:
-    """Keeps track of which services are on their devices, in the order of calls. Services are there at first.
+    """Tracks which services are on their devices and which are offloaded, in the order of calls. At first none is
+    offloaded.
 
     Args:
         demands: Memory of each service that has any, by name; other services need none.

@@ -39,7 +39,7 @@ class _WaitingSelector(selectors.DefaultSelector):
         self._threads, self._pass_time = threads, pass_time
 
     def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
-        """Waits until no thread executes, and returns what is ready; lets the time pass where nothing is."""
+        """Waits until no thread executes and returns the ready events; advances the time if there are none."""
         self._threads.wait_until_none()
         events = super().select(0)
         if events or timeout == 0:

@@ -40,7 +40,7 @@ Recipe = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Failures:
-    """Settings of what a `Reward` does with rows that could not be scored.
+    """Settings of a `Reward` for rows that could not be scored.
 
     Attributes:
         policy: "stop", "retry" or "drop_group"; see `algorithm.on_failed_reward`.

@@ -91,9 +91,9 @@ def rows_of_groups(rows: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def with_groups(batch: FutureBatch) -> FutureBatch:
-    """Returns a batch with column "group", by which services that score groups find the responses to a prompt: its own;
-    or else its column "prompt_number", which the prompts of a step have; or else each row is a group of its own, with
-    a number from `FIRST_LONE_GROUP`."""
+    """Returns a batch with column "group", which numbers the responses to one prompt alike for services that score
+    groups. It is the batch's own column "group", else its column "prompt_number", which the prompts of a step have;
+    with neither, each row is a group, numbered from `FIRST_LONE_GROUP`."""
     if "group" in batch:
         return batch
     if "prompt_number" in batch:

@@ -17,8 +17,8 @@ VERSION = "policy_version"
 
 
 def with_version(generated: FutureBatch) -> FutureBatch:
-    """Returns rows that one call has generated, or several of which each goes on with the rows of the one before, with
-    column `VERSION`: the version of their oldest tokens. Does not wait."""
+    """Returns generated rows with column `VERSION`, the policy version of their oldest tokens. The rows are those of
+    one call, or of several that continued each other's responses. Does not wait."""
     rows = generated.rows
     version = then(
         all_of(generated.calls),

@@ -17,7 +17,7 @@ from rlhf.errors import InvalidRequest
 
 
 class Deferring(Protocol):
-    """Protocol of what calls functions later, in the order of the steps; see `Deferral`."""
+    """Protocol of executors that call functions later, in the order of the steps; see `Deferral`."""
 
     def submit(self, function: Callable[[], Any]) -> Promise[Any]:
         """Returns a late future of the result of a function."""

@@ -1,5 +1,5 @@
-"""The interface of transports: what the rank that holds rows does (`Source`), and what a process does that reads them
-(`Reader`). A `Transport` makes both."""
+"""The interface of transports: a `Source` on the rank that holds rows, and a `Reader` in a process that reads them. A
+`Transport` makes both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ asynchronous iterator of responses."""
 
 
 class Route(NamedTuple):
-    """Way of rows: from memory of the rank that holds them to memory of the process that reads them."""
+    """Route of rows, from memory of the rank that holds them to memory of the process that reads them."""
 
     source: Space
     reader: Space
@@ -125,7 +125,7 @@ class Reader(ABC):
 
     Attributes:
         name: Name of the transport.
-        routes: Ways of rows that it covers; `create_readers` sets those of its transport. Default: from host memory to
+        routes: Routes that it covers; `create_readers` sets those of its transport. Default: from host memory to
             host memory.
         maps_memory: Whether reads map host memory of processes of the same host and user. Default: False.
     """
@@ -201,12 +201,12 @@ class Reader(ABC):
 
 
 class Transport(ABC):
-    """A way of rows between processes: declares what it can do, and makes its two halves. A plug-in is an instance of a
-    subclass.
+    """A means of moving rows between processes: declares its capabilities, and creates its two halves. A plug-in is an
+    instance of a subclass.
 
     Attributes:
         name: Name in configurations, adverts and traffic counts.
-        routes: Ways of rows that it covers. Default: from host memory to host memory.
+        routes: Routes that it covers. Default: from host memory to host memory.
         is_secure: Whether no other host's process can read or change rows on their way where this process has
             certificates (`rlhf.security`): they stay on the host, or are encrypted with these. Default: False; with
             certificates the transport is then used, on either side, only where the configuration names it.

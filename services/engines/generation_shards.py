@@ -34,7 +34,7 @@ class GenerationWeights(Protocol):
 
     @property
     def generation_shards(self) -> GenerationShards | None:
-        """How the weights are cut; None if they are whole tensors."""
+        """Sharding of the weights; None for whole tensors."""
         ...
 
     def rollout_weights(self) -> Iterator[tuple[str, Tensor]]:

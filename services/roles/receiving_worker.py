@@ -29,7 +29,7 @@ _DIGITS = 1 << 20
 
 
 class Inbox(ABC):
-    """The way of received weights into the engine of a rank.
+    """Receives the weights of transfers into the engine of a rank.
 
     Args:
         second_buffer: Whether weights arrive beside those that the engine has.
@@ -83,7 +83,7 @@ class ReceivingWorker(LanguageWorker):
     DescribeWeights, LoadWeights and CommitWeights.
 
     Attributes:
-        inbox: The way of the weights into the engine; a subclass sets it.
+        inbox: Receives the weights into the engine; a subclass sets it.
     """
 
     inbox: Inbox

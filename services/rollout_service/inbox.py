@@ -16,7 +16,7 @@ from services.weights.wanted import WantedWeights
 
 
 class WeightInbox(Inbox):
-    """The way of weights into a rollout engine.
+    """Receives the weights of transfers into a rollout engine.
 
     Args:
         engine: Rollout engine of this rank.

@@ -21,7 +21,7 @@ STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a checkpoint's tensor is kept on the ranks of a mesh.
+    """Layout of a checkpoint's tensor on the ranks of a mesh.
 
     Each rank of the stage keeps the whole tensor or one of several equal parts, cut along the first dimension of the
     kept tensor, so that gathering the parts is one contiguous copy.

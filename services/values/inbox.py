@@ -16,7 +16,7 @@ from services.weights.versions import Version
 
 
 class EngineInbox(Inbox):
-    """The way of received weights into a training engine: they arrive in a snapshot, which a commit restores.
+    """Receives the weights of transfers into a training engine: writes them to a snapshot, which a commit restores.
 
     Args:
         engine: Engine of this rank.

@@ -35,8 +35,8 @@ Piece = tuple[WeightSlice, Incoming]
 IN_PLACE = "in_place"
 """Name under which traffic of buckets in place is counted, beside those of transports."""
 CHECK_S = 0.02
-"""Seconds between two calls of `check` while a bucket is waited for, and until the source of one that is late is told
-what was read."""
+"""Seconds between two calls of `check` while a bucket is waited for; before each, the sources are notified of the
+buckets that were read."""
 
 
 def receive(

@@ -1,4 +1,4 @@
-"""The tests of `TransportContract` of what stays behind."""
+"""The tests of `TransportContract` that descriptors, mappings and threads are released."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf.errors import ServiceLost
 
 
 class NothingIsLeft:
-    """Nothing stays open on either side once a reader has closed, or a source has died."""
+    """Both sides release all resources once a reader has closed, or a source has died."""
 
     def test_restarts_of_a_source_leave_nothing_at_its_readers(self, make, new_peer):
         """Each restart has a new address; the resources of old sources are freed."""
