@@ -20,7 +20,7 @@ from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import Reader, Reading
-from nccl_transfer.transports.common import Channels, check_epoch, remaining_s, stream_channel
+from nccl_transfer.transports.common import Channels, check_epoch, remaining_s
 from rlhf.errors import DeadlineExceeded, OutOfSpace, TransferError, drop_frames, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
@@ -190,11 +190,10 @@ class RelayTaker:
 
     Args:
         memory: Reads memory of the other ranks; closed by `close`.
-        channel: Opens a channel to an address; called once per address.
     """
 
-    def __init__(self, memory: Reader, channel: Callable[[str], grpc.Channel] = stream_channel) -> None:
-        self._channels = Channels(channel)
+    def __init__(self, memory: Reader) -> None:
+        self._channels = Channels()
         self._memory = memory
 
     def take(self, relay: Relay, ranges: Sequence[ByteRange], call_id: str, deadline: float) -> Reading:

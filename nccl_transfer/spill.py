@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import grpc
@@ -13,7 +13,7 @@ import grpc
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard, Space
 from nccl_transfer.store.store import TensorStore
-from nccl_transfer.transports.common import Channels, check_epoch, remaining_s, stream_channel
+from nccl_transfer.transports.common import Channels, check_epoch, remaining_s
 from rlhf.errors import InvalidRequest, TransferError, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
 from rlhf.v1 import transfer_pb2_grpc as pb_grpc
@@ -24,14 +24,11 @@ class Spiller:
 
     Args:
         store: This rank's own store; None for a process without one.
-        channel: Opens a channel to an address; called once per address.
     """
 
-    def __init__(
-        self, store: TensorStore | None, channel: Callable[[str], grpc.Channel] = stream_channel
-    ) -> None:
+    def __init__(self, store: TensorStore | None) -> None:
         self._store = store
-        self._channels = Channels(channel)
+        self._channels = Channels()
 
     def on_host(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Sequence[ByteRange]:
         """Returns ranges of host memory with the same bytes, in the same order; blocks until they are there.

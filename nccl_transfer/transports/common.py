@@ -38,14 +38,9 @@ def stream_channel(address: str) -> grpc.Channel:
 
 
 class Channels:
-    """Channels by address, each of which is opened when it is first used. Thread-safe.
+    """Channels of `stream_channel` by address, each of which is opened when it is first used. Thread-safe."""
 
-    Args:
-        channel: Opens a channel to an address.
-    """
-
-    def __init__(self, channel: Callable[[str], grpc.Channel]) -> None:
-        self._open = channel
+    def __init__(self) -> None:
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
 
@@ -53,7 +48,7 @@ class Channels:
         """Returns the channel to an address."""
         with self._lock:
             if address not in self._channels:
-                self._channels[address] = self._open(address)
+                self._channels[address] = stream_channel(address)
             return self._channels[address]
 
     def forget(self, address: str, channel: grpc.Channel | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -13,7 +13,7 @@ from nccl_transfer.refs.ranges import ByteRange, cut_chunks
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import Handler, Reader, Reading, Source, Transport
-from nccl_transfer.transports.common import Channels, check_request, remaining_s, stream_channel, with_retries
+from nccl_transfer.transports.common import Channels, check_request, remaining_s, with_retries
 from nccl_transfer.transports.sink import Sink
 from rlhf.errors import Refused, ServiceLost, TransferError, from_rpc_error
 from rlhf.v1 import transfer_pb2 as pb
@@ -24,16 +24,12 @@ MAX_CHUNK_BYTES = 4 << 20
 
 
 class GrpcReader(Reader):
-    """Streams ranges with TransferService.Fetch, and resumes broken streams where they broke.
-
-    Args:
-        channel: Opens a channel to an address; called once per address.
-    """
+    """Streams ranges with TransferService.Fetch, and resumes broken streams where they broke."""
 
     name = "grpc"
 
-    def __init__(self, channel: Callable[[str], grpc.Channel] = stream_channel) -> None:
-        self._channels = Channels(channel)
+    def __init__(self) -> None:
+        self._channels = Channels()
         self._streams: dict[Any, Endpoint] = {}
         """Responses of reads under way, and their sources."""
         self._lock = threading.Lock()

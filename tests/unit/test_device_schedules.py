@@ -194,7 +194,7 @@ class Schedule:
         shard, value = picked
         cuda = LateCuda(self.world, self.world.between)
         headers = Headers(self.world, self.store.reader)
-        client = ArenaClient(cuda, headers, lambda: None)  # type: ignore[arg-type]
+        client = ArenaClient(cuda, headers, "")  # type: ignore[arg-type]
         arena = OpenedArena(self.world, self.arena, Liveness(self.world, self.random.random() < 0.2), cuda)
         target = self.world.malloc(shard.nbytes)
         read = DeviceRead(

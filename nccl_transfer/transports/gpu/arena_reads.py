@@ -6,10 +6,7 @@ memory, so a shard that was released meanwhile is an error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-
-import grpc
 
 from nccl_transfer.devices.cuda import Cuda, Event
 from nccl_transfer.refs.shards import Endpoint, Shard
@@ -65,11 +62,11 @@ class ArenaClient(PeerConnection[CudaIpcServiceStub, _OpenedArena]):
     Args:
         cuda: The GPU.
         headers: Maps the source's headers.
-        channel: Opens a channel to the source.
+        address: Address of the source.
     """
 
-    def __init__(self, cuda: Cuda, headers: MemfdReader, channel: Callable[[], grpc.Channel]) -> None:
-        super().__init__(channel, CudaIpcServiceStub)
+    def __init__(self, cuda: Cuda, headers: MemfdReader, address: str) -> None:
+        super().__init__(address, CudaIpcServiceStub)
         self._cuda = cuda
         self._headers = headers
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import grpc
 import numpy as np
 
 from nccl_transfer.devices.cuda import Cuda, Event, check_uuid
@@ -39,7 +38,7 @@ from nccl_transfer.transports.common import layout, remaining_s
 from nccl_transfer.transports.gpu.arena_reads import ArenaClient
 from nccl_transfer.transports.gpu.cuda_ipc_source import GENERATION, HEADER_BYTES, SLOT_BYTES, CudaIpcSource
 from nccl_transfer.transports.gpu.device_read import DeviceRead
-from nccl_transfer.transports.gpu.liveness import LivenessStream, liveness_channel, wait_for_answer
+from nccl_transfer.transports.gpu.liveness import LivenessStream, wait_for_answer
 from nccl_transfer.transports.gpu.peer_connection import PeerConnection, PeerConnections
 from nccl_transfer.transports.memfd import MemfdReader
 from rlhf.errors import TransferError
@@ -73,17 +72,16 @@ class CudaIpcReader(Reader):
 
     Args:
         cuda: The GPU.
-        channel: Opens a channel to an address; called again after a source has ended.
     """
 
     name = "cuda_ipc"
     routes = ROUTES
 
-    def __init__(self, cuda: Cuda, channel: Callable[[str], grpc.Channel] = liveness_channel) -> None:
+    def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
-        self._clients = PeerConnections(partial(StagingClient, self._cuda), channel)
+        self._clients = PeerConnections(partial(StagingClient, self._cuda))
         self._headers = MemfdReader()
-        self._arenas = PeerConnections(partial(ArenaClient, self._cuda, self._headers), channel)
+        self._arenas = PeerConnections(partial(ArenaClient, self._cuda, self._headers))
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
         advert = source.adverts.get(self.name)
@@ -165,8 +163,8 @@ class _MappedStaging:
 class StagingClient(PeerConnection[CudaIpcServiceStub, _MappedStaging]):
     """Reads from the staging memory of one source, one read at a time; concurrent reads wait for each other."""
 
-    def __init__(self, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
-        super().__init__(channel, CudaIpcServiceStub)
+    def __init__(self, cuda: Cuda, address: str) -> None:
+        super().__init__(address, CudaIpcServiceStub)
         self._cuda = cuda
         self._reader = uuid.uuid4().hex
 

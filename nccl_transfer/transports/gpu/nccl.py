@@ -9,10 +9,9 @@ the next communicator epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-import grpc
 import numpy as np
 
 from nccl_transfer.devices.cuda import Cuda, check_uuid
@@ -37,7 +36,6 @@ from nccl_transfer.transports.gpu.communicator import (
     why_no_nccl,
 )
 from nccl_transfer.transports.gpu.device_read import DeviceRead
-from nccl_transfer.transports.gpu.liveness import liveness_channel
 from nccl_transfer.transports.gpu.nccl_client import NcclClient
 from nccl_transfer.transports.gpu.nccl_source import ADVERT, NcclSource
 from nccl_transfer.transports.gpu.peer_connection import PeerConnections
@@ -50,21 +48,15 @@ class NcclReader(Reader):
 
     Args:
         nccl, cuda: NCCL and the GPU.
-        channel: Opens a channel to an address; called again after a source has ended.
     """
 
     name = "nccl"
     routes = ROUTES
 
-    def __init__(
-        self,
-        nccl: Nccl,
-        cuda: Cuda,
-        channel: Callable[[str], grpc.Channel] = liveness_channel,
-    ) -> None:
+    def __init__(self, nccl: Nccl, cuda: Cuda) -> None:
         self._cuda = cuda
         self._nccl = nccl
-        self._clients = PeerConnections(partial(NcclClient, self._nccl, self._cuda), channel)
+        self._clients = PeerConnections(partial(NcclClient, self._nccl, self._cuda))
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
         advert = source.adverts.get(self.name, b"")

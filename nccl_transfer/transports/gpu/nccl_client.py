@@ -43,8 +43,8 @@ ABORT_S = 1.0
 class NcclClient(PeerConnection[NcclServiceStub, NcclReaderSession]):
     """Reads from one source by NCCL, with at most one communicator and one transfer at a time."""
 
-    def __init__(self, nccl: Nccl, cuda: Cuda, channel: Callable[[], grpc.Channel]) -> None:
-        super().__init__(channel, NcclServiceStub)
+    def __init__(self, nccl: Nccl, cuda: Cuda, address: str) -> None:
+        super().__init__(address, NcclServiceStub)
         self._nccl = nccl
         self._cuda = cuda
         self._reader = uuid.uuid4().hex

@@ -6,14 +6,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.transports.common import remaining_s
-from nccl_transfer.transports.gpu.liveness import CLOSED, LivenessStream
+from nccl_transfer.transports.gpu.liveness import CLOSED, LivenessStream, liveness_channel
 from rlhf.errors import AttachFailed, DeadlineExceeded, OutOfSpace, Refused, RlhfError, ServiceLost
 
 CLOSING_S = 5.0
@@ -44,17 +43,17 @@ class PeerConnection(ABC, Generic[S, R]):
     the lock.
 
     Args:
-        channel: Opens a channel to the source.
+        address: Address of the source.
         stub: Class of the stub of the transport's gRPC service.
 
     Attributes:
         closed: Event that is set by `close`, and ends the waits of liveness streams.
     """
 
-    def __init__(self, channel: Callable[[], grpc.Channel], stub: Callable[[grpc.Channel], S]) -> None:
+    def __init__(self, address: str, stub: Callable[[grpc.Channel], S]) -> None:
         self._make_stub = stub
         self.closed = threading.Event()
-        self._open = channel
+        self._address = address
         self._channel: grpc.Channel | None = None
         self._resources: R | None = None
         self._turn = threading.Lock()
@@ -106,7 +105,7 @@ class PeerConnection(ABC, Generic[S, R]):
     def stub(self) -> S:
         """Stub of the source's service; opens the channel if there is none."""
         if self._channel is None:
-            self._channel = self._open()
+            self._channel = liveness_channel(self._address)
             self._stub = self._make_stub(self._channel)
         return self._stub
 
@@ -187,15 +186,11 @@ class PeerConnections(Generic[A]):
     """The connections of a transport, one per address of a source. Thread-safe.
 
     Args:
-        make: Creates a connection; its argument is a function that opens the connection's channel.
-        channel: Opens a channel to an address.
+        make: Creates a connection to an address.
     """
 
-    def __init__(
-        self, make: Callable[[Callable[[], grpc.Channel]], A], channel: Callable[[str], grpc.Channel]
-    ) -> None:
+    def __init__(self, make: Callable[[str], A]) -> None:
         self._make = make
-        self._channel = channel
         self._closed = False
         self._connections: dict[str, A] = {}
         self._lock = threading.Lock()
@@ -213,7 +208,7 @@ class PeerConnections(Generic[A]):
             if source.address in self._connections:
                 return self._connections[source.address]
             others = list(self._connections.values())
-            made = self._connections[source.address] = self._make(partial(self._channel, source.address))
+            made = self._connections[source.address] = self._make(source.address)
         for other in others:
             other.forget()  # the new source may be a rank that restarted at another address
         return made
