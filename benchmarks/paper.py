@@ -15,17 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper_setup import LLAMA_SHAPES, paper_workload, ppo_problem
 from controller.algorithms import find_algorithm
 from controller.config.config import load
 from controller.mapping.devices import device_group
 from controller.mapping.layouts import Option, layouts
 from controller.mapping.mapper import find_plan, named_plans, predicted_bytes
 from controller.mapping.output import pool_name
-from controller.mapping.problem import Problem, paper_workload, ppo_problem
+from controller.mapping.problem import Problem
 from controller.mapping.record import record_dataflow
 from controller.mapping.search import MappedPlan
 from controller.mapping.simulate import Site, transition_s
-from settings.memory.shape import LLAMA_SHAPES, ModelShape
+from settings.memory.shape import ModelShape
 
 SERVICES: tuple[str, ...] = ("actor", "critic", "reference", "reward")
 COUNTS = {

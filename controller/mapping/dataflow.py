@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,21 +54,3 @@ class Dataflow:
     def of(self, service: str) -> tuple[Call, ...]:
         """Returns the calls of a service."""
         return tuple(call for call in self.calls if call.service == service)
-
-
-def ppo_dataflow(rows: int, services: Sequence[str] = ("actor", "critic", "reference", "reward")) -> Dataflow:
-    """Returns the dataflow of PPO (HybridFlow, figure 1) for services of these names: actor, critic, reference and
-    reward."""
-    actor, critic, reference, reward = services
-    ids = ("prompt_ids", "response_ids")
-    return Dataflow(
-        (
-            Call(actor, "generate_sequences", rows, ("prompt",)),
-            Call(actor, "compute_log_prob", rows, (), (0,)),
-            Call(critic, "compute_values", rows, ids, (0,)),
-            Call(reference, "compute_ref_log_prob", rows, ids, (0,)),
-            Call(reward, "compute_reward", rows, ids, (0,)),
-            Call(critic, "update_critic", rows, ("advantages", "returns"), (1, 2, 3, 4)),
-            Call(actor, "update_actor", rows, ("advantages",), (1, 2, 3, 4)),
-        )
-    )

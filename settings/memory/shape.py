@@ -235,15 +235,3 @@ def _linear(name: str, outputs: int, inputs: int, cut: Cut, has_bias: bool) -> t
     weight = WeightSize(f"{name}.weight", (outputs, inputs), cut)
     bias = WeightSize(f"{name}.bias", (outputs,), cut if cut is Cut.OUTPUTS else Cut.WHOLE)
     return (weight, bias) if has_bias else (weight,)
-
-
-LLAMA_7B = ModelShape("llama", 32000, 4096, 11008, 32, 32, 32, 128)
-"""Llama 2 7B (Touvron et al. 2023; config.json of meta-llama/Llama-2-7b-hf)."""
-LLAMA_13B = ModelShape("llama", 32000, 5120, 13824, 40, 40, 40, 128)
-"""Llama 2 13B (config.json of meta-llama/Llama-2-13b-hf)."""
-LLAMA_34B = ModelShape("llama", 32000, 8192, 22016, 48, 64, 8, 128)
-"""Code Llama 34B (Roziere et al. 2023; config.json of codellama/CodeLlama-34b-hf)."""
-LLAMA_70B = ModelShape("llama", 32000, 8192, 28672, 80, 64, 8, 128)
-"""Llama 2 70B (config.json of meta-llama/Llama-2-70b-hf)."""
-LLAMA_SHAPES = {"7B": LLAMA_7B, "13B": LLAMA_13B, "34B": LLAMA_34B, "70B": LLAMA_70B}
-"""Shapes of the models that the HybridFlow paper measures with (section 8), by name."""

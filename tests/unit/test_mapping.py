@@ -12,6 +12,7 @@ import tomli_w
 from click.testing import CliRunner, Result
 from unit.test_memory_check import LLAMA_7B
 
+from benchmarks.paper_setup import LLAMA_SHAPES, paper_workload, ppo_problem
 from controller.algorithms import find_algorithm
 from controller.config.config import Config, load
 from controller.mapping import cli
@@ -23,7 +24,7 @@ from controller.mapping.devices import built_in_devices, device_group, read_devi
 from controller.mapping.layouts import layouts
 from controller.mapping.mapper import find_plan, named_plans, predicted_bytes
 from controller.mapping.output import planned_config
-from controller.mapping.problem import Model, Problem, paper_workload, ppo_problem
+from controller.mapping.problem import Model, Problem
 from controller.mapping.record import record_dataflow
 from controller.mapping.simulate import Site, generation_s, inference_s, training_s, transition_s
 from controller.mapping.workload import LengthShares, Workload, workload_of
@@ -35,7 +36,7 @@ from deploy.devices import gpus_by_service
 from deploy.memory import predict_memory
 from rlhf.errors import ConfigError
 from settings.memory.predict import predict
-from settings.memory.shape import LLAMA_SHAPES, ModelShape
+from settings.memory.shape import ModelShape
 from settings.reward import RewardTable
 from settings.strict import read_toml, validate
 

@@ -7,11 +7,12 @@ from functools import cache
 import pytest
 
 from benchmarks.paper import generation_by_tensor_size, paper_problem, transitions
+from benchmarks.paper_setup import LLAMA_SHAPES, paper_workload, ppo_problem
 from controller.mapping.devices import device_group
 from controller.mapping.mapper import find_plan, predicted_bytes
-from controller.mapping.problem import Problem, paper_workload, ppo_problem
+from controller.mapping.problem import Problem
 from controller.mapping.search import MappedPlan
-from settings.memory.shape import LLAMA_SHAPES, ModelShape
+from settings.memory.shape import ModelShape
 
 
 @cache

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
+from benchmarks.paper_setup import ppo_problem
 from controller.mapping import fronts
 from controller.mapping.devices import DeviceGroup, built_in_devices
 from controller.mapping.layouts import Option
 from controller.mapping.mapper import LayoutTables, find_plan
 from controller.mapping.pareto import merged_rows, not_dominated_rows
-from controller.mapping.problem import ppo_problem
 from controller.mapping.search import MappedPlan, Search, partitions
 from controller.mapping.workload import LengthShares, Workload
 from settings.memory.shape import ModelShape

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.paper_setup import LLAMA_SHAPES
 from settings.memory.predict import predict
-from settings.memory.shape import LLAMA_SHAPES
 from settings.memory.use import ModelUse, RolloutUse, RowSizes
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"

@@ -16,10 +16,11 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from benchmarks.paper_setup import LLAMA_SHAPES
 from rlhf.errors import ConfigError
 from services.models.value_model import ValueModel
 from services.storage.layout import layouts_of
-from settings.memory.shape import LLAMA_SHAPES, HeadKind, ModelShape, read_model_shape
+from settings.memory.shape import HeadKind, ModelShape, read_model_shape
 from settings.memory.shards import kept_numel
 from settings.memory.use import ModelUse
 
