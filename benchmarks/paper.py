@@ -73,7 +73,7 @@ def algorithm_problem(name: str, size: str, count: int) -> Problem:
     like = {model.name: model for model in paper_problem(size, count).models}
     models = []
     for service, table in config.services.items():
-        calls = tuple(call for call in flow.calls if call.service == service)
+        calls = tuple(call for call in flow if call.service == service)
         if calls:
             models.append(replace(like[table.role], name=service, calls=calls))
     return Problem(models, work, (device_group(f"{DEVICE}:{count}"),))

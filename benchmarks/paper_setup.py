@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from controller.mapping.dataflow import SYNC, Call, Dataflow
+from controller.mapping.dataflow import SYNC, Call
 from controller.mapping.devices import DeviceGroup
 from controller.mapping.problem import Model, Problem
 from controller.mapping.workload import LengthShares, Workload
@@ -56,11 +56,11 @@ def ppo_problem(
     return Problem(models, workload, (devices,), ahead)
 
 
-def _ppo_calls(flow: Dataflow, role: str, *, is_apart: bool) -> tuple[Call, ...]:
+def _ppo_calls(calls: Sequence[Call], role: str, *, is_apart: bool) -> tuple[Call, ...]:
     """Returns the calls of a role of PPO; `is_apart`: generation is a rollout service's."""
     if not is_apart or role not in ("actor", "rollout"):
-        return flow.of(role)
-    generation, *others = flow.of("actor")
+        return tuple(call for call in calls if call.service == role)
+    generation, *others = (call for call in calls if call.service == "actor")
     sync = Call(role, SYNC, 0)
     return (generation, sync) if role == "rollout" else (*others, sync)
 
@@ -71,17 +71,15 @@ def paper_workload() -> Workload:
     return Workload(1024, LengthShares.of(1024), LengthShares.of(1024), mini_batches=8, snapshots=False)
 
 
-def ppo_dataflow(rows: int) -> Dataflow:
+def ppo_dataflow(rows: int) -> tuple[Call, ...]:
     """Returns the dataflow of PPO (HybridFlow, figure 1)."""
     ids = ("prompt_ids", "response_ids")
-    return Dataflow(
-        (
-            Call("actor", "generate_sequences", rows, ("prompt",)),
-            Call("actor", "compute_log_prob", rows, (), (0,)),
-            Call("critic", "compute_values", rows, ids, (0,)),
-            Call("reference", "compute_ref_log_prob", rows, ids, (0,)),
-            Call("reward", "compute_reward", rows, ids, (0,)),
-            Call("critic", "update_critic", rows, ("advantages", "returns"), (1, 2, 3, 4)),
-            Call("actor", "update_actor", rows, ("advantages",), (1, 2, 3, 4)),
-        )
+    return (
+        Call("actor", "generate_sequences", rows, ("prompt",)),
+        Call("actor", "compute_log_prob", rows, (), (0,)),
+        Call("critic", "compute_values", rows, ids, (0,)),
+        Call("reference", "compute_ref_log_prob", rows, ids, (0,)),
+        Call("reward", "compute_reward", rows, ids, (0,)),
+        Call("critic", "update_critic", rows, ("advantages", "returns"), (1, 2, 3, 4)),
+        Call("actor", "update_actor", rows, ("advantages",), (1, 2, 3, 4)),
     )

@@ -82,7 +82,7 @@ def many_ranks(steps: int) -> ManyRanks:
     sizes = (f"data.prompts_per_step={4 * RANKS}", f"algorithm.mini_batch_size={RANKS}")
     config = load(quickstart.CONFIG, (*sizes, *ranks))
     algorithm = find_algorithm(ALGORITHM)
-    calls = record_dataflow(algorithm, algorithm.configure(config)).calls
+    calls = record_dataflow(algorithm, algorithm.configure(config))
     durations = Durations(CallTimes({(call.service, call.method): [CALL_S] for call in calls}), spread=0.05)
     wall, cpu = time.perf_counter(), time.process_time()
     trace = simulated(config, durations, steps)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from controller.config.config import Config
-from controller.mapping.dataflow import Dataflow
+from controller.mapping.dataflow import Call
 from controller.mapping.devices import DeviceGroup
 from controller.mapping.layouts import Option, call_times, memory, service_times
 from controller.mapping.mapper import on
@@ -33,8 +33,9 @@ class ConfiguredModels:
     left_out: Mapping[str, str]
 
 
-def models_of(config: Config, dataflow: Dataflow) -> ConfiguredModels:
-    """Returns the models of a config's services with their calls. Reads the config.json of their directories.
+def models_of(config: Config, dataflow: Sequence[Call]) -> ConfiguredModels:
+    """Returns the models of a config's services, each with its calls of a dataflow. Reads the config.json of their
+    directories.
 
     Raises:
         ConfigError: The memory of a service with a model cannot be predicted; the text says why.
@@ -42,7 +43,7 @@ def models_of(config: Config, dataflow: Dataflow) -> ConfiguredModels:
     models, left_out = [], {}
     for name, table in config.services.items():
         served = {name} | {role for role, host in config.also_served.items() if host == name}
-        calls = tuple(call for call in dataflow.calls if call.service in served)
+        calls = tuple(call for call in dataflow if call.service in served)
         if isinstance(table, RewardTable) and table.kind != "model":
             left_out[name] = f"kind {table.kind} needs no device of these"
             continue

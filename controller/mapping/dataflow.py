@@ -43,14 +43,3 @@ class Call:
     def stage(self) -> int:
         """Index of the call's stage in `STAGES`."""
         return {"generation": 0, "inference": 1, "training": 2, "sync": 3}[self.kind]
-
-
-@dataclass(frozen=True)
-class Dataflow:
-    """The calls of one step, in the order in which the algorithm makes them."""
-
-    calls: tuple[Call, ...]
-
-    def of(self, service: str) -> tuple[Call, ...]:
-        """Returns the calls of a service."""
-        return tuple(call for call in self.calls if call.service == service)

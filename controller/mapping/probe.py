@@ -89,7 +89,7 @@ def probe_services(
     flow = record_dataflow(algorithm, algorithm.configure(config))
     models = models_of(algorithm.configure(config), flow)
     with open_run(_probe_config(config, repeats), algorithm, launch=launch) as run:
-        calls = _probe(run, models, flow.calls)
+        calls = _probe(run, models, flow)
         described = [each.description for each in run.groups.values()]
     if not calls:
         raise ConfigError(f"{algorithm.name} has no actor, critic or reference whose calls could be timed")

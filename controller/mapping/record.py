@@ -10,7 +10,7 @@ import numpy as np
 
 from client.session import StepContext
 from controller.config.config import Config
-from controller.mapping.dataflow import SYNC, Call, Dataflow
+from controller.mapping.dataflow import SYNC, Call
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import resolved
 from controller.role_groups.group import RoleGroup, inputs_of
@@ -243,8 +243,9 @@ class Rehearsal(Run):
         return {name: column.values for name, column in columns.items() if isinstance(column, LocalColumn)}
 
 
-def record_dataflow(algorithm: Algorithm, config: Config) -> Dataflow:
-    """Executes one step of an algorithm on services that are made up, and returns its calls.
+def record_dataflow(algorithm: Algorithm, config: Config) -> tuple[Call, ...]:
+    """Executes one step of an algorithm on services that are made up, and returns its calls, in the
+    order in which the algorithm makes them.
 
     Args:
         algorithm: The algorithm, of this project or of a plug-in.
@@ -263,4 +264,4 @@ def record_dataflow(algorithm: Algorithm, config: Config) -> Dataflow:
         ) from error
     if not log.calls:
         raise ConfigError(f"algorithm {algorithm.name} makes no calls in a step")
-    return Dataflow(tuple(log.calls))
+    return tuple(log.calls)

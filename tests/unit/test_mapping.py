@@ -19,7 +19,7 @@ from controller.mapping import cli
 from controller.mapping import devices as device_tables
 from controller.mapping.cli import main
 from controller.mapping.configured import described_calls, models_of, placeable
-from controller.mapping.dataflow import Dataflow
+from controller.mapping.dataflow import Call
 from controller.mapping.devices import built_in_devices, device_group, read_devices
 from controller.mapping.layouts import layouts
 from controller.mapping.mapper import find_plan, named_plans, predicted_bytes
@@ -44,14 +44,14 @@ QUICKSTARTS = Path(__file__).parents[2] / "deploy/quickstart"
 SERVICES: tuple[str, ...] = ("actor", "critic", "reference", "reward")
 
 
-def dataflow(name: str, *settings: str) -> Dataflow:
+def dataflow(name: str, *settings: str) -> tuple[Call, ...]:
     algorithm = find_algorithm(name)
     config = load(QUICKSTARTS / f"{algorithm.quickstart}.toml", settings)
     return record_dataflow(algorithm, algorithm.configure(config))
 
 
-def called(flow: Dataflow) -> list[str]:
-    return [f"{call.service}.{call.method}" for call in flow.calls]
+def called(flow: tuple[Call, ...]) -> list[str]:
+    return [f"{call.service}.{call.method}" for call in flow]
 
 
 def test_ppo_is_recorded_from_its_text() -> None:
@@ -65,23 +65,23 @@ def test_ppo_is_recorded_from_its_text() -> None:
         "critic.update_critic",
         "actor.update_actor",
     ]
-    assert [call.stage for call in flow.calls] == [0, 1, 1, 1, 1, 2, 2]
-    assert [call.after for call in flow.calls[:5]] == [(), (0,), (0,), (0,), (0,)]
-    assert all(set(call.after) >= {1, 2, 3, 4} for call in flow.calls[5:])
-    assert flow.calls[2].reads == ("prompt_ids", "response_ids")
-    assert flow.calls[1].reads == ()
+    assert [call.stage for call in flow] == [0, 1, 1, 1, 1, 2, 2]
+    assert [call.after for call in flow[:5]] == [(), (0,), (0,), (0,), (0,)]
+    assert all(set(call.after) >= {1, 2, 3, 4} for call in flow[5:])
+    assert flow[2].reads == ("prompt_ids", "response_ids")
+    assert flow[1].reads == ()
 
 
 def test_remax_generates_twice_and_has_no_critic() -> None:
     flow = dataflow("remax", "rollout.samples_per_prompt=4")
-    generations = [call for call in flow.calls if call.kind == "generation"]
+    generations = [call for call in flow if call.kind == "generation"]
     assert [call.rows for call in generations] == [2048, 512]
-    assert not any("critic" in call.service for call in flow.calls)
+    assert not any("critic" in call.service for call in flow)
 
 
 def test_safe_rlhf_has_two_critics_and_a_cost() -> None:
     flow = dataflow("safe_rlhf")
-    assert {call.service for call in flow.calls} == {
+    assert {call.service for call in flow} == {
         "actor", "critic", "cost_critic", "reference", "reward", "cost"
     }  # fmt: skip
     assert called(flow)[-3:] == ["critic.update_critic", "cost_critic.update_critic", "actor.update_actor"]
@@ -89,7 +89,7 @@ def test_safe_rlhf_has_two_critics_and_a_cost() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "rloo", "reinforce_pp", "sft", "reward_model"])
 def test_other_algorithms_are_recorded(name: str) -> None:
-    assert dataflow(name).calls[-1].kind == "training"
+    assert dataflow(name)[-1].kind == "training"
 
 
 def test_a_plug_in_is_recorded_as_it_is() -> None:
@@ -129,9 +129,9 @@ def test_a_rollout_and_a_values_service_are_recorded_with_their_transfers() -> N
         "actor.sync_weights",
         "rollout.sync_weights",
     ]
-    assert set(flow.calls[1].reads) >= {"prompt_ids", "response_ids"}
-    assert [call.stage for call in flow.calls[5:]] == [2, 3, 3, 2, 3, 3]
-    assert flow.calls[-1].after == (8,)
+    assert set(flow[1].reads) >= {"prompt_ids", "response_ids"}
+    assert [call.stage for call in flow[5:]] == [2, 3, 3, 2, 3, 3]
+    assert flow[-1].after == (8,)
 
 
 def test_an_algorithm_that_fails_is_told() -> None:
