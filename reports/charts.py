@@ -112,14 +112,14 @@ def line_chart(
     return svg.document(parts, width, height, label)
 
 
-def bar_chart(bars: Sequence[Bar], label: str, width: int = 440) -> str:
+def bar_chart(bars: Sequence[Bar], label: str) -> str:
     """Renders a bar chart as SVG: horizontal bars from zero, each with its name and its value as text.
 
     Args:
         label: Describes the chart to readers who do not see it.
     """
     names = [_shortened(bar.name) for bar in bars]
-    row, height = 28, 16
+    width, row, height = 440, 28, 16
     left = 10 + svg.text_width(names)
     room = max(40.0, width - left - 10 - svg.text_width([bar.text for bar in bars]))
     longest = max((bar.value for bar in bars), default=0) or 1
@@ -135,12 +135,12 @@ def bar_chart(bars: Sequence[Bar], label: str, width: int = 440) -> str:
     return svg.document(parts, width, row * len(bars), label)
 
 
-def thin(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
-    """Returns at most about `limit` points, those with the lowest and the highest y of each of equally long runs of
-    points; all points where there are no more than `limit`."""
-    if len(points) <= limit:
+def thin(points: Sequence[Point]) -> list[Point]:
+    """Returns at most about `_MAX_POINTS` points, those with the lowest and the highest y of each of equally long runs
+    of points; all points where there are no more."""
+    if len(points) <= _MAX_POINTS:
         return list(points)
-    size = math.ceil(len(points) / (limit // 2))
+    size = math.ceil(len(points) / (_MAX_POINTS // 2))
     stretches = (points[start : start + size] for start in range(0, len(points), size))
     return [point for stretch in stretches for point in sorted({min(stretch, key=_y), max(stretch, key=_y)})]
 

@@ -82,15 +82,10 @@ def signs(batch: FutureBatch) -> FutureBatch:
     )
 
 
-def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float, float]:
-    """Returns the lower and upper end of the confidence interval of a share (Wilson 1927): with p = successes /
-    trials and n = trials, (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
-
-    Args:
-        successes: Number of successes.
-        trials: Number of trials, at least 1.
-        z: Standard score of the confidence level; default: that of 95 %.
-    """
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """Returns the lower and upper end of the 95 % confidence interval of a share (Wilson 1927): with p = successes /
+    trials, n = trials, at least 1, and z = `Z_95`, (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
+    z = Z_95
     share, ratio = successes / trials, z * z / trials
     centre = share + ratio / 2
     spread = z * math.sqrt(share * (1 - share) / trials + ratio / (4 * trials))

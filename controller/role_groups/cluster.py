@@ -157,16 +157,16 @@ class Cluster:
         self._load(restoration.choose(held))
         _introduce(self.session, list(ours.values()))
 
-    def reconnect(self, name: str, say: Callable[[str], None] = lambda line: None) -> RoleGroup:
+    def reconnect(self, name: str) -> RoleGroup:
         """Connects to service `name`, which was restarted and has no state of the run, begins the session on it, and
-        introduces it to the ranks of all others; other arguments and errors as for `connect`. Returns its new role
-        group, which is in `groups` from now on. Raises InvalidRequest if the restart has lost state of the run."""
+        introduces it to the ranks of all others; raises as `connect`. Returns its new role group, which is in `groups`
+        from now on. Raises InvalidRequest if the restart has lost state of the run."""
         table, old = self.config.services[name], self.group(name)
         if table.keeps_state:
             raise InvalidRequest(
                 f"services.{name}: its state is lost with its processes; resume the run instead"
             )
-        found = self._loop.run(self._found_again(old, say), self.config.run.connect_timeout_s + CLOSE_S)
+        found = self._loop.run(self._found_again(old), self.config.run.connect_timeout_s + CLOSE_S)
         check_tables({name: found}, self.config.services)
         check_devices(self.config, self.descriptions | {name: found.description})
         results(found.begin_session(keep_weights=False).calls)
@@ -281,11 +281,11 @@ class Cluster:
         for group in self._ours.values():
             self._watch.begin(group.clients)
 
-    async def _found_again(self, old: RoleGroup, say: Callable[[str], None]) -> RoleGroup:
+    async def _found_again(self, old: RoleGroup) -> RoleGroup:
         """Returns a new group of a restarted service, with clients of its own, and closes those of the old one."""
         name = old.name
         alone = self.config.model_copy(update={"services": {name: self.config.services[name]}})
-        found = self._group(name, (await Discovery(alone, say).find_all())[name])
+        found = self._group(name, (await Discovery(alone, lambda line: None).find_all())[name])
         self._watch.end([name])
         self._watch.begin(found.clients)
         await asyncio.gather(*(client.close() for client in old.clients))

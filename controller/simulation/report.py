@@ -14,19 +14,14 @@ from reports.units import seconds_text
 NAME_WIDTH, LEAST_BARS = 34, 30
 
 
-def timeline_lines(trace: Trace, steps: int, width: int | None = None) -> Iterator[str]:
-    """Yields a line for each call of the last `steps` steps, with a bar from its begin to its end.
-
-    Args:
-        trace: The run.
-        steps: Number of steps.
-        width: Number of characters of a line. Default: that of the terminal.
-    """
+def timeline_lines(trace: Trace, steps: int) -> Iterator[str]:
+    """Yields a line for each call of the last `steps` steps, as wide as the terminal, with a bar from its begin to its
+    end."""
     shown = [each for each in trace.calls if each.step > len(trace.metrics) - steps]
     if not shown:
         return
     first, last = min(each.start for each in shown), max(each.end for each in shown)
-    columns = width or shutil.get_terminal_size((120, 24)).columns
+    columns = shutil.get_terminal_size((120, 24)).columns
     bars = max(columns - NAME_WIDTH - 28, LEAST_BARS)
     scale = bars / ((last - first) or 1.0)
     for each in sorted(shown, key=lambda call: (call.start, call.end)):
