@@ -247,8 +247,8 @@ def test_an_update_past_its_deadline_is_undone_on_every_rank(actor: Service, tmp
     update(actor, header=header, schedule=MANY_EPOCHS, timeout_s=2.0).outcomes()
     # Where the ranks took long to go back, the caller saw only that its time was up; they remember.
     outcomes = update(actor, header=header, schedule=MANY_EPOCHS).outcomes()
-    # The rank whose clock is a bit behind is told by the other to stop.
-    assert {type(outcome) for outcome in outcomes} <= {DeadlineExceeded, CallCancelled}
+    # The rank whose clock is a bit behind is told by the other to stop, or that the other has failed.
+    assert {type(outcome) for outcome in outcomes} <= {DeadlineExceeded, CallCancelled, PeerFailed}
     assert any("ran past its deadline" in str(outcome) for outcome in outcomes)
     assert actor.versions == versions
     assert actor.export(tmp_path / "after") == sha256

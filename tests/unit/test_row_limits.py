@@ -122,7 +122,8 @@ def test_a_run_that_counted_no_tokens_counts_none(model: Path, rows: Path, tmp_p
 def test_services_are_refused_before_anything_changes(
     most: int, model: Path, rows: Path, tmp_path: Path
 ) -> None:
-    facts = {"platform": {}, "limits": {"prompts": 20, "texts": None}}
+    limits = {"prompts": 20, "texts": None}
+    facts = {"platform": {}, "config": {"services": {}}, "limits": limits}
     write(CheckpointStore(tmp_path), 4, content={**STATE, "facts": facts})
     given = config(model, rows, most=most)
     plan: Any = SimpleNamespace(resumes=ResumePoint.find(tmp_path), config=given, elsewhere=True)
