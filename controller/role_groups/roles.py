@@ -10,7 +10,7 @@ from controller.role_groups.chunks import made_of
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
-from controller.role_groups.verdicts import RewardCodec, all_scored
+from controller.role_groups.verdicts import RewardCodec, all_scored, miscounted
 from controller.role_groups.weights import sync_weights
 from rlhf.errors import InvalidRequest
 from rlhf.plugins import load_class
@@ -196,7 +196,9 @@ class RewardGroup(RoleGroup):
     def try_reward(self, batch: FutureBatch) -> FutureBatch:
         """Scores rows without failing where some cannot be scored. Returns columns rewards, as `compute_reward` does,
         and reward_errors: the cause for each row that could not be scored, whose reward is undefined; empty for a row
-        that was scored. Raises InvalidRequest where the batch lacks a column that the reward reads."""
+        that was scored. Where the batch has column response_ids, a row with another number of token scores than of
+        response tokens counts as not scored. Raises InvalidRequest where the batch lacks a column that the reward
+        reads."""
         names = self.TEXT if self.wants_text else self.TENSORS
         needed = ("response",) if self.wants_text else self.TENSORS
         if self.scores_groups:
@@ -207,7 +209,11 @@ class RewardGroup(RoleGroup):
                 f"{self.name}.compute_reward needs columns {missing}; the batch has {sorted(batch.columns)}"
             )
         rows = batch.select([name for name in names if name in batch])
-        return self.call("compute_reward", rows, ("rewards", "reward_errors"))
+        made = self.call("compute_reward", rows, ("rewards", "reward_errors"))
+        if "response_ids" not in batch:
+            return made
+        errors = made_of([made["rewards"], made["reward_errors"], batch["response_ids"]], miscounted)
+        return replace(made, columns={**made.columns, "reward_errors": errors})
 
     def compare_pairs(self, pairs: FutureBatch, max_response_tokens: int) -> FutureBatch:
         """Scores both responses of pairs, columns prompt, chosen and rejected, with a reward that learns; longer ones

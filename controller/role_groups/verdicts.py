@@ -147,6 +147,24 @@ def all_scored(rewards: Column, errors: Column, service: str) -> Column:
     return rewards
 
 
+def miscounted(columns: Sequence[Column]) -> Column:
+    """Returns column reward_errors with a cause for each row whose token scores are not one per response token.
+
+    Args:
+        columns: Columns rewards, reward_errors and response_ids.
+    """
+    rewards, errors, responses = columns
+    assert isinstance(rewards, LocalColumn) and isinstance(errors, LocalColumn), "verdicts are in the response"
+    tokens = (responses.values if isinstance(responses, LocalColumn) else responses).lengths
+    if not isinstance(rewards.values, Jagged):
+        return errors
+    causes = [
+        cause or (f"{given} token scores for a response of {count} tokens" if given != count else "")
+        for cause, given, count in zip(errors.texts, rewards.values.lengths, tokens, strict=True)
+    ]
+    return LocalColumn(causes)
+
+
 def failure_of(score: reward_pb2.RowScore) -> str:
     """Returns the reason that a verdict has no reward to train on, as text: its error, "no verdict", or a score that is
     not a finite float32. Empty where the verdict has a usable score."""

@@ -22,6 +22,7 @@ from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.roles import RewardGroup
 from controller.training.rewards import Failures, Reward
 from integration import broken_rewards
+from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.shards import Endpoint
 from rlhf.errors import ConfigError, RewardFailed
@@ -166,7 +167,7 @@ class Noting(broken_rewards.OfGroups):
 
 
 @contextlib.contextmanager
-def foreign(reward: Noting) -> Iterator[RewardTable]:
+def foreign(reward: broken_rewards.Good) -> Iterator[RewardTable]:
     with broken_rewards.served(reward) as address:
         yield RewardTable(role="reward", address=address, external=True)
 
@@ -196,3 +197,22 @@ def test_groups_of_token_ids_are_refused() -> None:
         pytest.raises(ConfigError, match="only a reward that reads text can score"),
     ):
         connected(table, lambda group: group)
+
+
+@pytest.mark.parametrize("policy", ["stop", "retry", "drop_group"])
+def test_another_number_of_token_scores_than_of_tokens_is_the_error_of_the_row(policy: str) -> None:
+    lengths = np.array([1, 2, 3, 1, 1, 1])
+    batch = batch_of(["a", "b c", "d e", "f", "g", "h"], response_ids=Jagged(np.zeros(9, np.int64), lengths))
+
+    def score(group: RewardGroup) -> Any:
+        return reward_of(group, policy).score(batch).result(["rewards"])["rewards"].values.lengths.tolist()
+
+    with foreign(broken_rewards.OfTokens()) as table:
+        if policy == "drop_group":
+            assert connected(table, score) == [1, 2, 1, 1, 1]
+            return
+        with pytest.raises(
+            RewardFailed,
+            match="1 of 6 rows could not be scored; row 2: 2 token scores for a response of 3 tokens",
+        ):
+            connected(table, score)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from controller.role_groups.verdicts import failure_of
+from controller.role_groups.verdicts import failure_of, miscounted
+from nccl_transfer.refs.batch import LocalColumn
+from nccl_transfer.refs.columns import Jagged
 from rlhf.v1.reward_pb2 import RowScore, TokenScores
 
 
@@ -27,3 +30,18 @@ from rlhf.v1.reward_pb2 import RowScore, TokenScores
 )
 def test_a_verdict_that_cannot_be_trained_on_has_a_cause(verdict: RowScore, cause: str) -> None:
     assert failure_of(verdict) == cause
+
+
+def test_token_scores_are_one_per_response_token() -> None:
+    rewards = LocalColumn(Jagged(np.zeros(6), np.array([2, 3, 0, 1])))
+    errors = LocalColumn(["", "", "no program", ""])
+    responses = LocalColumn(Jagged(np.zeros(8, np.int64), np.array([2, 4, 1, 1])))
+    causes = miscounted([rewards, errors, responses])
+    assert isinstance(causes, LocalColumn)
+    assert causes.texts == ["", "3 token scores for a response of 4 tokens", "no program", ""]
+
+
+def test_scores_of_responses_need_no_count() -> None:
+    errors = LocalColumn(["", "no program"])
+    responses = LocalColumn(Jagged(np.zeros(4, np.int64), np.array([1, 3])))
+    assert miscounted([LocalColumn(np.array([1.0, np.nan])), errors, responses]) is errors
