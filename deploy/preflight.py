@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,8 +15,22 @@ from rlhf import addresses
 from rlhf.errors import ConfigError
 from settings.fit import check_model_fits
 from settings.hub import DESCRIPTION, fetch
+from settings.reward import BUILT_IN, RewardTable
 from settings.services import Service
 from settings.transports import check_transport
+
+ALWAYS_THERE = BUILT_IN - {"math"}
+"""Reward functions that need no further package."""
+FIND_FUNCTION = """
+import json, sys
+from rlhf.errors import ConfigError
+from services.reward.functions import find_function
+try:
+    find_function(sys.argv[1], json.loads(sys.argv[2]))
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+"""Program that ends with an error where a reward function cannot be found."""
 
 
 def check(config: Config, names: list[str]) -> None:
@@ -21,7 +38,8 @@ def check(config: Config, names: list[str]) -> None:
 
     Raises:
         ConfigError: torch or another package that they need is not installed, a model directory does not exist,
-            a model does not divide over its mesh or has no room for a prompt beside a response, a transport is unknown,
+            a model does not divide over its mesh or has no room for a prompt beside a response, the function of a
+            reward cannot be imported or does not take its options, a transport is unknown,
             an address cannot be served, is that of another service or is open to other hosts in plaintext, or a file of
             `[security]` cannot be read.
     """
@@ -33,6 +51,8 @@ def check(config: Config, names: list[str]) -> None:
         check_model(name, config.services[name])
     for name in names:
         check_model_fits(name, config.services[name], config.rollout.max_response_tokens)
+    for name in names:
+        check_function(name, config.services[name])
     for name in names:
         check_transports(name, config.services[name])
     for name in names:
@@ -76,6 +96,24 @@ def check_model(name: str, table: Service) -> None:
     relative = "" if model.is_absolute() else f" (relative to the working directory {Path.cwd()})"
     problem = f"directory {model} has no config.json" if model.is_dir() else f"there is no directory {model}"
     raise ConfigError(f"services.{name}.model: {problem}{relative}")
+
+
+def check_function(name: str, table: Service) -> None:
+    """Raises ConfigError where the function of a reward cannot be imported, needs a package that is not installed, or
+    does not take its options. A process of its own imports it, from the working directory, as the service does."""
+    if not isinstance(table, RewardTable) or table.kind != "function":
+        return
+    if table.function in ALWAYS_THERE and not table.options:
+        return
+    command = [sys.executable, "-c", FIND_FUNCTION, table.function, json.dumps(table.options)]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=table.startup_timeout_s)
+    except subprocess.TimeoutExpired:
+        cause = f"function: {table.function!r} takes more than {table.startup_timeout_s:g} s to import"
+        raise ConfigError(f"services.{name}.{cause}") from None
+    if found.returncode:
+        cause = (found.stderr.strip() or f"status {found.returncode}").splitlines()[-1]
+        raise ConfigError(f"services.{name}.{cause}")
 
 
 def check_transports(name: str, table: Service) -> None:

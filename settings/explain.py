@@ -67,7 +67,7 @@ def _mistake(details: Details, tables: Any, kind: type[BaseModel] | None, prefix
     match details["type"]:
         case "extra_forbidden":
             known = _known_keys(kind, path, tables)
-            hint = nearest(path[-1], known) or "."
+            hint = _in_a_table(kind, path) or nearest(path[-1], known) or "."
             return f"{shown}: unknown key" + (f"{hint} Known keys: {', '.join(known)}" if known else "")
         case "missing" if len(path) == 3 and path[0] == "services" and path[2] == "role":
             return _without_role(path[1], tables)
@@ -102,10 +102,22 @@ def _known_keys(kind: type[BaseModel] | None, path: list[str], tables: Any) -> l
         role = tables["services"][parents[1]]["role"]
         kind, parents = load_class(find_role(role).table, BaseModel), parents[2:]
     for part in parents:
-        field = kind.model_fields.get(part) if kind else None
-        annotation = field.annotation if field else None
-        choices = get_args(annotation) or (annotation,)
-        kind = next(
-            (each for each in choices if isinstance(each, type) and issubclass(each, BaseModel)), None
-        )
+        kind = _table_type(kind, part) if kind else None
     return list(kind.model_fields) if kind else []
+
+
+def _in_a_table(kind: type[BaseModel] | None, path: list[str]) -> str:
+    """Returns `; did you mean 'TABLE.KEY'?` where an unknown top-level key is a key of a table; else an empty text."""
+    if kind is None or len(path) != 1:
+        return ""
+    tables = {name: _table_type(kind, name) for name in kind.model_fields}
+    found = [name for name, table in tables.items() if table and path[0] in table.model_fields]
+    return f"; did you mean {f'{found[0]}.{path[0]}'!r}?" if found else ""
+
+
+def _table_type(kind: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """Returns the type of the table at `key` of a table of type `kind`; None where there is no table of one type."""
+    field = kind.model_fields.get(key)
+    annotation = field.annotation if field else None
+    choices = get_args(annotation) or (annotation,)
+    return next((each for each in choices if isinstance(each, type) and issubclass(each, BaseModel)), None)

@@ -8,11 +8,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rlhf.plugins import nearest
 from settings.engines import Spec, ZeroTable, training_engine
 from settings.hub import local_directory
 from settings.model import OptimizerTable
 from settings.service import ServiceTable
 from settings.strict import Positive, Seconds, Strict
+
+CHECKS_ANSWERS = frozenset({"exact_match", "gsm8k", "math"})
+"""Names of the reward functions that compare a response with the ground truth of its row."""
+BUILT_IN = CHECKS_ANSWERS | {"format", "length"}
+"""Names of the reward functions of this package."""
 
 
 class SandboxTable(Strict):
@@ -167,6 +173,11 @@ class RewardTable(ServiceTable):
         return local_directory(self.model) if self.kind == "model" and self.model is not None else None
 
     @property
+    def needs_ground_truth(self) -> bool:
+        """Whether every row that the service scores needs a ground truth. False for a server of the user's own."""
+        return self.kind == "function" and self.function in CHECKS_ANSWERS and not self.external
+
+    @property
     def has_engine(self) -> bool:
         """Whether a training engine has the model: it is sharded, or it learns."""
         return self.kind == "model" and (self.sharded or self.optimizer is not None)
@@ -175,6 +186,24 @@ class RewardTable(ServiceTable):
     def engine_specs(self) -> dict[str, Spec]:
         """Specs of the engines that the service needs, by the key that names each: `engine`, if it has one."""
         return {"engine": training_engine(self.engine)} if self.has_engine else {}
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if self.external:
+            return self
+        module, colon, function = self.function.partition(":")
+        if self.kind == "function" and not (module and function if colon else module in BUILT_IN):
+            known = sorted(BUILT_IN)
+            raise ValueError(
+                f"function: {self.function!r} is unknown{nearest(self.function, known)}; known: {', '.join(known)}, "
+                "or module:function"
+            )
+        if self.kind == "model" and self.model is None:
+            raise ValueError("kind model needs model, the directory of a model or its name on the hub")
+        missing = [key for key in ("url", "model") if not getattr(self.judge, key)]
+        if self.kind == "judge" and missing:
+            raise ValueError(f"kind judge needs {' and '.join(f'judge.{key}' for key in missing)}")
+        return self
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import gc
 import json
+import logging
 import os
 import resource
 import select
@@ -74,6 +75,7 @@ def main(control_fd: int, parent: int, name: str, options: str) -> None:
     """
     if not _ends_with(parent):
         return
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} in process %(process)d: %(message)s")
     control = socket.socket(fileno=control_fd)
     warm_up(name)
     gc.freeze()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import inspect
+import logging
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rlhf.errors import ConfigError, InvalidRequest
+from rlhf.errors import ConfigError, InvalidRequest, full_traceback
+from rlhf.plugins import PluginError, load_object
 from rlhf.v1 import reward_pb2
 from services.reward import mathematics, verifiers
 from services.reward.groups import GroupFunction, group_fault
@@ -20,7 +22,10 @@ RewardFunction = Callable[[str, str, str, Mapping[str, Any]], float | Sequence[f
 
 
 def exact_match(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """Returns 1 if response and ground truth are equal except for whitespace at both ends, else 0."""
+    """Returns 1 if response and ground truth are equal except for whitespace at both ends, else 0. Raises ValueError
+    where there is no ground truth."""
+    if not ground_truth.strip():
+        raise ValueError("the row has no ground truth")
     return float(response.strip() == ground_truth.strip())
 
 
@@ -31,6 +36,8 @@ BUILT_IN: dict[str, RewardFunction] = {
     "length": verifiers.length,
     "math": mathematics.math,
 }
+_logged: set[tuple[str, int]] = set()
+"""File and line of each exception whose traceback was logged."""
 for _function in BUILT_IN.values():
     _function.score_range = (0.0, 1.0)  # type: ignore[attr-defined]
 
@@ -149,10 +156,16 @@ def score_group(
 
 
 def _failure(name: str, error: Exception) -> reward_pb2.RowScore:
-    cause = (
-        str(error) if isinstance(error, InvalidRequest) else f"{name} raised {type(error).__name__}: {error}"
-    )
-    return reward_pb2.RowScore(error=cause)
+    """Returns an exception of a function as the error of a row. Logs its traceback, once for each line of code that
+    raises."""
+    if isinstance(error, InvalidRequest):
+        return reward_pb2.RowScore(error=str(error))
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    place = frame.f_code.co_filename, line
+    if place not in _logged:
+        _logged.add(place)
+        logging.error("%s cannot score a row:\n%s", name, full_traceback(error))
+    return reward_pb2.RowScore(error=f"{name} raised {type(error).__name__}: {error}")
 
 
 def is_verl(function: Callable[..., Any]) -> bool:
@@ -200,14 +213,14 @@ def _options(signature: inspect.Signature) -> set[str]:
 def _find(name: str) -> Callable[..., Any]:
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        known = ", ".join(sorted(BUILT_IN))
-        raise ConfigError(f"function: {name!r} is neither module:function nor one of: {known}")
+    if ":" not in name:
+        raise ConfigError(
+            f"function: {name!r} is neither module:function nor one of: {', '.join(sorted(BUILT_IN))}"
+        )
     try:
-        function: RewardFunction = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"function: {name!r} cannot be imported: {error}") from error
+        function = load_object(name, object)
+    except PluginError as error:
+        raise ConfigError(f"function: {error}") from error
     if not callable(function):
         raise ConfigError(f"function: {name!r} is not callable")
     return function

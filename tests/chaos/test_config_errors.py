@@ -24,13 +24,14 @@ FILES = {
     "model/config.json": b"{}",
     "odd/config.json": b'{"num_hidden_layers": 2, "num_attention_heads": 3}',
     "bare/tokenizer.json": b"{}",
-    "cut.jsonl": b'{"prompt": "1+1="}\n{"prompt": \n',
-    "gap.jsonl": b'{"prompt": "1+1="}\n\n{"prompt": 2}\n',
+    "cut.jsonl": b'{"prompt": "1+1=", "ground_truth": "2"}\n{"prompt": \n',
+    "gap.jsonl": b'{"prompt": "1+1=", "ground_truth": "2"}\n\n{"prompt": 2}\n',
     "list.jsonl": b"[1]\n",
-    "nan.jsonl": b'{"prompt": "1+1=", "weight": NaN}\n',
-    "half.jsonl": b'{"prompt": "1+1="}\n{"prompt": "\\ud800"}\n',
+    "nan.jsonl": b'{"prompt": "1+1=", "ground_truth": "2", "weight": NaN}\n',
+    "half.jsonl": b'{"prompt": "1+1=", "ground_truth": "2"}\n{"prompt": "\\ud800"}\n',
     "latin.jsonl": b'{"prompt": "\xe9"}\n',
     "empty.jsonl": b"\n",
+    "unanswered.jsonl": b'{"prompt": "1+1=", "ground_truth": "2"}\n{"prompt": "1+2="}\n',
     "broken.py": b"1 / 0\n",
     "broken.toml": b"[run\n",
 }
@@ -45,6 +46,7 @@ CASES = {
     f"{PPO} --set run.step=3": "config chaos.toml: run.step: unknown key; did you mean 'steps'?",
     f"{UP} --set algorithm.gama=1": "config chaos.toml: algorithm.gama: unknown key; did you mean 'gamma'?",
     f"{PPO} --set servces.actor.ranks=1": "config chaos.toml: servces: unknown key; did you mean 'services'?",
+    f"{PPO} --set steps=3": "config chaos.toml: steps: unknown key; did you mean 'run.steps'?",
     f"{PPO} --set services.actor.rank=2": "services.actor.rank: unknown key; did you mean 'ranks'?",
     f"{UP} --set services.actor.optimizer.epz=1": "services.actor.optimizer.epz: unknown key; did you mean 'eps'?",
     f"{PPO} --set run.steps=0": "run.steps: must be at least 1 (given: 0)",
@@ -90,6 +92,20 @@ CASES = {
     "rlhf-controller --algo broken:f --config chaos.toml": "algorithm 'broken:f' cannot be imported: "
     "ZeroDivisionError: division by zero",
     "rlhf-controller --algo os:name --config chaos.toml": "algorithm 'os:name' is not a function",
+    f"{PPO} --set services.reward.function=exact_mach": "config chaos.toml: services.reward: function: 'exact_mach' is "
+    "unknown; did you mean 'exact_match'?; known: exact_match, format, ",
+    f"{PPO} --set services.reward.kind=model": "config chaos.toml: services.reward: kind model needs model, ",
+    f"{PPO} --set services.reward.kind=judge": "config chaos.toml: services.reward: kind judge needs judge.url and "
+    "judge.model",
+    f"{LAUNCH} --set services.reward.function=no:f": "services.reward.function: 'no:f' cannot be imported: "
+    "ModuleNotFoundError: No module named 'no'",
+    f"{UP} --set services.reward.function=broken:f": "services.reward.function: 'broken:f' cannot be imported: "
+    "ZeroDivisionError: division by zero",
+    f"{UP} --set services.reward.function=os:name": "services.reward.function: 'os:name' is not callable",
+    f"{UP} --set services.reward.options.x=1": "services.reward.options: chaos_plugins:score takes none named x, "
+    "only: none",
+    f"{PPO} --set services.reward.function=exact_match --set data.train=unanswered.jsonl": "data.train: "
+    "unanswered.jsonl:2: no ground_truth, with which the service reward compares responses",
     f"{UP} --only reference,reward": "no service 'reference,reward'; there are: actor, critic, reference, reward",
     f"{UP} --set services.reward.address=192.0.2.1:7000": "services.reward.address: 192.0.2.1:7000 is not an address "
     "of this host",

@@ -1,0 +1,50 @@
+"""Reward functions in the service: their exceptions are errors of the rows, with a traceback in the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rlhf.errors import ConfigError
+from rlhf.v1.reward_pb2 import TextRow
+from services.reward.functions import BUILT_IN, find_function, score_row
+from settings import reward
+
+
+def divides(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    return 1 / len(response)
+
+
+def test_the_traceback_of_an_exception_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        scores = [score_row("mine", divides, TextRow(response=text))[0] for text in ("", "a", "")]
+    cause = "mine raised ZeroDivisionError: division by zero"
+    assert [score.error for score in scores] == [cause, "", cause]
+    (record,) = caplog.records
+    assert "in divides\n    return 1 / len(response)" in record.getMessage()
+
+
+@pytest.mark.parametrize("truth", ["", " \n"])
+def test_an_exact_match_with_nothing_is_an_error(truth: str) -> None:
+    score, _ = score_row("exact_match", find_function("exact_match"), TextRow(ground_truth=truth))
+    assert score.error == "exact_match raised ValueError: the row has no ground truth"
+
+
+def test_the_config_knows_the_functions() -> None:
+    assert set(BUILT_IN) == reward.BUILT_IN
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("gsm9k", "neither module:function nor one of: exact_match, format"),
+        ("no_module:f", "'no_module:f' cannot be imported: ModuleNotFoundError"),
+        ("os:name", "'os:name' is not callable"),
+    ],
+)
+def test_a_function_that_cannot_be_found_is_an_error(name: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        find_function(name)
