@@ -80,8 +80,7 @@ def make_batches(columns: Iterable[str], shape: Shape, data: Path | None) -> lis
     Args:
         columns: Names of the columns.
         shape: Number, lengths and seed of the rows.
-        data: JSONL file with rows; None: all rows are made up. Fields that it lacks are made up too, except
-            `ground_truth`, which is left empty.
+        data: JSONL file with rows; None: all rows are made up. Fields that it lacks are made up too.
 
     Raises:
         ConfigError: The file cannot be read, or has no rows or values of a wrong type.
@@ -154,8 +153,8 @@ def _value(name: str, row: Row, shape: Shape, generator: random.Random) -> Any:
     if name == "metadata":
         known = ("prompt", "response", "ground_truth", *IDS)
         return {key: value for key, value in row.items() if key not in known}
-    if name == "ground_truth":
-        return str(row.get(name) or "")
+    if name == "ground_truth" and name in row:
+        return str(row[name] or "")
     if name == "text":
         return "".join(_value(part, row, shape, generator) for part in ("prompt", "response"))
     if row.get(name) is not None:

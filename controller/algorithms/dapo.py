@@ -21,7 +21,7 @@ from controller.training.roles import Actor
 from controller.training.run import Run
 from controller.training.step import Step
 from rlhf.errors import ConfigError, InvalidRequest
-from settings.reward import RewardTable
+from settings.reward import CHECKS_ANSWERS, RewardTable
 from settings.strict import Positive, Strict
 
 
@@ -41,10 +41,6 @@ class DAPOOptions(Strict):
     """Name of the service whose scores must differ within a group for it to be trained on, where the reward is
     composed of several services. Empty: the first service that checks answers, which is one of kind sandbox or with
     function exact_match, gsm8k or math."""
-
-
-CHECKS_ANSWERS = frozenset({"exact_match", "gsm8k", "math"})
-"""Names of the reward functions that score whether an answer is right."""
 
 
 def check(config: Config, options: DAPOOptions) -> None:

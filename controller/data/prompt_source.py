@@ -46,6 +46,8 @@ class PromptSource:
         columns: Names of the texts that each row needs beside its prompt.
         renamed: Names of fields in the file, by the name that this package uses. Default: the same names.
         chat: Whether a prompt that is a text is rendered as one message of the user.
+        graded_by: Name of a service that compares responses with the ground truth of their row, which every row must
+            have then; empty: there is no such service.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class PromptSource:
         columns: Sequence[str] = (),
         renamed: Mapping[str, str] | None = None,
         chat: bool = False,
+        graded_by: str = "",
     ) -> None:
         self._rows = rows
         self._render = render
@@ -63,6 +66,7 @@ class PromptSource:
         self._columns = tuple(columns)
         self._renamed = dict(renamed or {})
         self._chat = chat
+        self._graded_by = graded_by
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -108,7 +112,8 @@ class PromptSource:
 
     def _fields(self, row: Row) -> Row:
         """Returns the fields of a row under the names that this package uses; with `chat`, a prompt that is a text
-        becomes a list of one message. Raises MalformedRow where prompt or a needed text is missing or no text."""
+        becomes a list of one message. Raises MalformedRow where prompt or a needed text is missing or no text, or a
+        needed ground truth is missing."""
         if self._renamed:
             ours = {theirs: name for name, theirs in self._renamed.items()}
             hidden = self._renamed.keys() - ours.keys()
@@ -123,6 +128,10 @@ class PromptSource:
                 row = {**row, "prompt": [{"role": "user", "content": given}]}
         for name in self._columns:
             check_text(_last_text(row[name]), name)
+        if self._graded_by and not _ground_truth(row).strip():
+            raise MalformedRow(
+                f"no ground_truth, with which the service {self._graded_by} compares responses"
+            )
         return row
 
     def _rendered(self, messages: Any) -> str:

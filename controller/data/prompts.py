@@ -15,6 +15,7 @@ from controller.data.prompt_source import MalformedRow, Prompt, PromptSource, Re
 from controller.data.readers import Row, RowReader, open_rows
 from controller.role_groups.dataflow import FutureBatch
 from rlhf.errors import ConfigError
+from settings.reward import RewardTable
 
 
 class PromptData:
@@ -171,4 +172,11 @@ def _prompt_source(
     config: Config, table: SourceTable, rows: RowReader, render: Render, columns: Sequence[str]
 ) -> PromptSource:
     name = table.label if config.data.sources else ""
-    return PromptSource(rows, render, name, columns, table.columns, config.data.chat)
+    services = {service: config.services.get(service) for service in config.weights_of(table.reward)}
+    graders = [
+        service
+        for service, each in services.items()
+        if isinstance(each, RewardTable) and each.needs_ground_truth
+    ]
+    graded_by = graders[0] if graders else ""
+    return PromptSource(rows, render, name, columns, table.columns, config.data.chat, graded_by)

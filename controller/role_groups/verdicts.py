@@ -154,7 +154,8 @@ def miscounted(columns: Sequence[Column]) -> Column:
         columns: Columns rewards, reward_errors and response_ids.
     """
     rewards, errors, responses = columns
-    assert isinstance(rewards, LocalColumn) and isinstance(errors, LocalColumn), "verdicts are in the response"
+    assert isinstance(rewards, LocalColumn), "verdicts are in the response itself"
+    assert isinstance(errors, LocalColumn), "verdicts are in the response itself"
     tokens = (responses.values if isinstance(responses, LocalColumn) else responses).lengths
     if not isinstance(rewards.values, Jagged):
         return errors

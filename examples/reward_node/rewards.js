@@ -5,8 +5,9 @@
  * the error of all of them.
  */
 
-/** 1 where response and ground truth are the same text, spaces at both ends apart; else 0. */
+/** 1 where response and ground truth are the same text, spaces at both ends apart; else 0. Throws without a truth. */
 export function exact_match({ response, ground_truth }) {
+  if (strip(ground_truth) === "") throw new Error("the row has no ground truth");
   return strip(response) === strip(ground_truth) ? 1 : 0;
 }
 

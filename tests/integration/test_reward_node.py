@@ -87,7 +87,7 @@ def test_a_run_with_the_node_reward_differs_by_one_address_and_in_no_number(
     assert changed == [f'- address = "{reward.address}"', f'+ address = "{address}"']
 
 
-TEXTS = [("2", "2"), (" 2\n", "2"), ("2\x1c", "2"), ("\ufeff2", "2"), ("2", "3"), ("", ""), ("\x85x ", "x"),
+TEXTS = [("2", "2"), (" 2\n", "2"), ("2\x1c", "2"), ("\ufeff2", "2"), ("2", "3"), ("", "2"), ("\x85x ", "x"),
          ("2", "2 ")]  # fmt: skip
 
 
@@ -102,6 +102,12 @@ def test_its_exact_match_is_that_of_python(reward_node: Path) -> None:
         answer = reward.ComputeReward(rows(TEXTS), timeout=TIMEOUT_S)
     assert [score.score for score in answer.scores] == expected
     assert {score.WhichOneof("verdict") for score in answer.scores} == {"score"}
+
+
+def test_its_exact_match_needs_a_ground_truth(reward_node: Path) -> None:
+    with node_reward.serving(reward_node, "exact_match") as address, stub(address) as reward:
+        answer = reward.ComputeReward(rows([("2", ""), ("", " ")]), timeout=TIMEOUT_S)
+    assert ["no ground truth" in score.error for score in answer.scores] == [True, True]
 
 
 @pytest.mark.parametrize(

