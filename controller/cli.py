@@ -201,7 +201,8 @@ def _given(
         ConfigError: There is no such algorithm, or the configuration is invalid.
     """
     if not algo:
-        raise click.UsageError("Missing option '--algo'.")
+        known = ", ".join(algorithms.known_names())
+        raise click.UsageError(f"Missing option '--algo': one of {known}, or module:function.")
     if elsewhere:
         raise click.UsageError("--elsewhere goes with --resume.")
     algorithm = algorithms.find_algorithm(algo)

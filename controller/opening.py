@@ -73,7 +73,8 @@ def open_planned(
         if launch:
             logs = _logs(plan, directory)
             resolved = resolved or write_atomically(logs / CONFIG_FILE, plan.resolved(config))
-            progress.message(f"starting services: {', '.join(config.services)}; logs: {logs}")
+            started = [name for name, table in config.services.items() if not table.external]
+            progress.message(f"starting services: {', '.join(started)}; logs: {logs}")
             launched = opened.enter_context(LaunchedServices(config, resolved, logs))
         opened.enter_context(_explained(launched))
         cluster = Cluster(config, _session(plan, directory, take_over=take_over))

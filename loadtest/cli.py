@@ -185,11 +185,15 @@ def _objectives_met(result: Json) -> bool:
 
 def _compare(before_path: Path, after_path: Path) -> None:
     before, after = compare.read(before_path), compare.read(after_path)
+    found = compare.differences(before, after)
+    if not found:
+        levels = (", ".join(f"{step['level']:g}" for step in result["steps"]) for result in (before, after))
+        raise ConfigError(f"--compare: no level is in both: {' against '.join(levels)}")
     screen = table.console()
     screen.print(f"A: {before_path}\nB: {after_path}", highlight=False)
     for difference in compare.differing_settings(before, after):
         screen.print(f"not the same: {difference}", style="bold", highlight=False)
-    screen.print(compare.table(compare.differences(before, after)))
+    screen.print(compare.table(found))
 
 
 def _write(path: Path | None, text: str) -> None:

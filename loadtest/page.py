@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from loadtest.table import PERCENTILES, level_text, ramp_text, time_parts
+from loadtest.table import PERCENTILES, capacity_text, level_text, ramp_text, time_parts
 from reports.axes import Axis, linear_axis, log_axis
 from reports.charts import Mark, Series, line_chart
 from reports.page import card, escape, page, table
@@ -43,9 +43,10 @@ def _header(result: Json, closed: bool) -> str:
     lines = [
         f"{result['service']['method']} at {settings['target']}: {loop}, {settings['rows']} rows per call"
     ]
-    for name in ("knee", "capacity"):
-        if result[name]:
-            lines.append(f"{name}: {ramp_text(result[name], closed)}")
+    if result["knee"]:
+        lines.append(f"knee: {ramp_text(result['knee'], closed)}")
+    if result["capacity"]:
+        lines.append(f"capacity: {capacity_text(result, closed)}")
     warnings = [f"{level_text(step, closed)}: {text}" for step in steps for text in step["warnings"]]
     if result["interrupted"]:
         warnings.append("interrupted: these figures are of the time until then")

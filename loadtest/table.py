@@ -112,9 +112,15 @@ def _notes(result: Json, closed: bool) -> Iterable[tuple[str, bool]]:
     if result["knee"]:
         yield f"knee: {ramp_text(result['knee'], closed)} (most throughput per latency)", True
     if result["capacity"]:
-        yield f"capacity: {ramp_text(result['capacity'], closed)} (highest throughput kept up)", True
+        yield f"capacity: {capacity_text(result, closed)} (highest throughput kept up)", True
     if result["interrupted"]:
         yield "interrupted: these figures are of the time until then", True
+
+
+def capacity_text(result: Json, closed: bool) -> str:
+    """Returns the capacity of a ramp as text, with "at least" where it is that of the last level."""
+    is_last = result["capacity"]["level"] == result["steps"][-1]["level"]
+    return ("at least, the ramp ends here: " if is_last else "") + ramp_text(result["capacity"], closed)
 
 
 def ramp_text(level: Json, closed: bool) -> str:

@@ -145,10 +145,8 @@ def test_a_port_in_use_is_told_by_its_key_before_anything_starts(site: Site, com
     address = site.address("reference")
     with listening(address):
         ended = site.start(*command.split()).end(TIMEOUT_S)
-    assert (ended.code, ended.line) == (
-        USAGE_ERROR,
-        f"error: services.reference.address: {address} is in use",
-    )
+    assert ended.code == USAGE_ERROR
+    assert ended.line.startswith(f"error: services.reference.address: {address} is in use; ")
     assert_nothing_was_started(site)
 
 

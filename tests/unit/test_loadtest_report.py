@@ -121,6 +121,24 @@ def test_what_is_no_result_is_refused(tmp_path: Path, content: str) -> None:
         compare.read(path)
 
 
+def test_files_without_a_level_in_common_are_not_compared(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, levels in zip(paths, ([10, 20], [40]), strict=True):
+        path.write_text(json.dumps(result(*map(step, levels))))
+    ran = CliRunner().invoke(main, ["--compare", *map(str, paths)])
+    assert ran.exit_code != 0
+    assert "no level is in both: 10, 20 against 40" in ran.output
+
+
+def test_a_ramp_that_ends_at_its_capacity_is_told_to_end_there() -> None:
+    ended, passed = result(step(10), step(20)), result(step(10), step(20))
+    for each, level in ((ended, 20), (passed, 10)):
+        each["capacity"] = {**each["capacity"], "level": level}
+    shown = [table.capacity_text(each, closed=False) for each in (ended, passed)]
+    assert shown[0].startswith("at least, the ramp ends here: 20 calls/s")
+    assert shown[1].startswith("10 calls/s")
+
+
 def test_the_command_compares_two_files(tmp_path: Path) -> None:
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, factor in zip(paths, (1.0, 2.0), strict=True):

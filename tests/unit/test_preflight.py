@@ -60,7 +60,9 @@ def test_a_port_in_use_is_named_with_the_key_that_says_the_host(host: str, shown
         table = load(QUICKSTART).services["actor"].model_copy(update=keys)
         with pytest.raises(ConfigError) as caught:
             preflight.check_address("actor", table)
-    assert str(caught.value) == f"services.actor.{shown}: {host}:{port} is in use"
+    assert str(caught.value).startswith(
+        f"services.actor.{shown}: {host}:{port} is in use; a run uses services that run"
+    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "[::]", "0.0.0.0", "localhost"])
