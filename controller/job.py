@@ -13,7 +13,7 @@ from controller.checkpoints.termination import Termination
 from controller.config.config import AnyConfig, as_config
 from controller.opening import open_planned
 from controller.plan import Plan
-from controller.restarts import Restarts
+from controller.restarts import Restarts, how_to_resume
 from controller.role_groups.cluster import spare_garbage_collector
 from controller.tracking.metrics import read_metrics
 from controller.tracking.progress import Progress
@@ -151,7 +151,10 @@ def _executed(
             if run_dir is None or termination.is_requested:
                 raise
             termination.grace_s = 0.0
-            progress.message(restarts.next(error, run_dir))
+            line = restarts.next(error, run_dir)
+            progress.message(line or how_to_resume(run_dir, launch=launch))
+            if not line:
+                raise
         restarts.pause()
         plan = Plan.resuming(run_dir, plan.algorithm, settings, elsewhere=plan.elsewhere, is_warm=not launch)
         progress, keep_weights, take_over = Progress(), False, False

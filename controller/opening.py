@@ -73,8 +73,7 @@ def open_planned(
         if launch:
             logs = _logs(plan, directory)
             resolved = resolved or write_atomically(logs / CONFIG_FILE, plan.resolved(config))
-            started = [name for name, table in config.services.items() if not table.external]
-            progress.message(f"starting services: {', '.join(started)}; logs: {logs}")
+            progress.message(f"starting services: {', '.join(_launched_names(config))}; logs: {logs}")
             launched = opened.enter_context(LaunchedServices(config, resolved, logs))
         opened.enter_context(_explained(launched))
         cluster = Cluster(config, _session(plan, directory, take_over=take_over))
@@ -234,6 +233,10 @@ def _new_directory(plan: Plan) -> Iterator[RunDirectory]:
         unused = {CONFIG_FILE, LOGS} if isinstance(error, ConfigError) else {CONFIG_FILE}
         directory.remove_if_only(unused)
         raise
+
+
+def _launched_names(config: Config) -> list[str]:
+    return [name for name, table in config.services.items() if not table.external]
 
 
 @contextlib.contextmanager

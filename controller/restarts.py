@@ -13,6 +13,14 @@ LOST = (ServiceLost, DeadlineExceeded, PeerFailed)
 LONGEST_PAUSE_S = 60.0
 
 
+def how_to_resume(run_dir: Path, *, launch: bool) -> str:
+    """Returns a line for the terminal with the command that resumes a run that has failed, or that it has no
+    checkpoint."""
+    if not CheckpointStore(run_dir).commits():
+        return f"{run_dir} has no checkpoint to resume from"
+    return f"to resume: rlhf-controller --resume {run_dir}{' --launch' if launch else ''}"
+
+
 class Restarts:
     """Decides which errors of a run are followed by a restart from its newest checkpoint.
 
@@ -30,7 +38,7 @@ class Restarts:
 
     def next(self, error: RlhfError, run_dir: Path) -> str:
         """Counts a restart, and returns a line for the terminal that has the error, its number and the step of the
-        checkpoint. Raises `error` where no restart follows: it is of another kind, there is no checkpoint, or the
+        checkpoint; an empty text where no restart follows: the error is of another kind, there is no checkpoint, or the
         newest one had all of its restarts.
 
         Args:
@@ -39,11 +47,11 @@ class Restarts:
         """
         commits = CheckpointStore(run_dir).commits() if isinstance(error, self._reasons) else []
         if not commits:
-            raise error
+            return ""
         if commits[-1].step != self._step:
             self._step, self._made = commits[-1].step, 0
         if self._made >= self._allowed:
-            raise error
+            return ""
         self._made += 1
         return f"error: {error}; restart {self._made} of {self._allowed} from the checkpoint of step {self._step}"
 
