@@ -102,7 +102,7 @@ def test_responses_that_were_not_scored_are_not_wrong() -> None:
 
 def config_of(algorithm: str, directory: Path) -> Config:
     """The config of a run of an algorithm, with its options, as the run writes it."""
-    (rows := directory / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
+    (rows := directory / "rows.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n')
     found = find_algorithm(algorithm)
     settings = [f"data.train='{rows}'", f"data.heldout='{rows}'", "data.sources=[]"]
     return found.configure(load(QUICKSTARTS / f"{found.quickstart}.toml", tuple(settings)))
