@@ -24,10 +24,10 @@ from controller.role_groups.futures import results
 from controller.role_groups.roles import ActorGroup, CriticGroup, RewardGroup
 from controller.simulation.run import NOTHING
 from controller.training.algorithm import Algorithm
-from controller.training.columns import lengths_of
 from controller.training.roles import Actor, Critic
 from controller.training.run import Run
 from controller.training.step import Step
+from nccl_transfer.refs.batch import lengths_of
 from nccl_transfer.refs.columns import Jagged
 from reports.units import seconds_text
 from rlhf.errors import ConfigError, RlhfError

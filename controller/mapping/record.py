@@ -17,11 +17,10 @@ from controller.role_groups.group import RoleGroup, inputs_of
 from controller.role_groups.joint_calls import JointCalls
 from controller.role_groups.roles import group_type
 from controller.training.algorithm import Algorithm
-from controller.training.columns import lengths_of
 from controller.training.evaluation import Evaluation
 from controller.training.run import Run
 from controller.training.step import Step
-from nccl_transfer.refs.batch import Column, LocalColumn
+from nccl_transfer.refs.batch import Column, LocalColumn, lengths_of
 from nccl_transfer.refs.columns import Jagged
 from rlhf.contract import group_methods
 from rlhf.errors import ConfigError, RlhfError

@@ -10,7 +10,7 @@ import numpy as np
 from google.protobuf import json_format, struct_pb2
 
 from controller.role_groups.codec import BatchCodec
-from nccl_transfer.refs.batch import Batch, Column, LocalColumn
+from nccl_transfer.refs.batch import Batch, Column, LocalColumn, lengths_of
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.plans import Relay
 from rlhf.contract import Method
@@ -156,12 +156,13 @@ def miscounted(columns: Sequence[Column]) -> Column:
     rewards, errors, responses = columns
     assert isinstance(rewards, LocalColumn), "verdicts are in the response itself"
     assert isinstance(errors, LocalColumn), "verdicts are in the response itself"
-    tokens = (responses.values if isinstance(responses, LocalColumn) else responses).lengths
     if not isinstance(rewards.values, Jagged):
         return errors
     causes = [
         cause or (f"{given} token scores for a response of {count} tokens" if given != count else "")
-        for cause, given, count in zip(errors.texts, rewards.values.lengths, tokens, strict=True)
+        for cause, given, count in zip(
+            errors.texts, rewards.values.lengths, lengths_of(responses), strict=True
+        )
     ]
     return LocalColumn(causes)
 

@@ -10,7 +10,7 @@ import numpy as np
 from client.session import Session
 from controller.role_groups.dataflow import FutureBatch
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.refs.batch import Batch, Column, LocalColumn
+from nccl_transfer.refs.batch import Batch, LocalColumn, lengths_of
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.remote_column import RemoteColumn
 from rlhf.errors import InvalidRequest
@@ -61,19 +61,6 @@ class ColumnReader:
     def close(self) -> None:
         """Closes the connections to the ranks' memory."""
         self._fetcher.close()
-
-
-def lengths_of(column: Column) -> np.ndarray:
-    """Returns the number of entries of each row of a jagged column [rows] int64. Does not fetch the values.
-
-    Raises:
-        InvalidRequest: The rows have a fixed shape.
-    """
-    values = column.values if isinstance(column, LocalColumn) else column
-    lengths = getattr(values, "lengths", None)
-    if lengths is None:
-        raise InvalidRequest("the column has rows of a fixed shape, which have no lengths")
-    return lengths
 
 
 def count_tokens(batch: Batch, name: str) -> int:

@@ -28,7 +28,7 @@ from controller.role_groups.roles import (
 )
 from controller.tracking.metrics import Sample
 from controller.tracking.recorder import Recorder
-from controller.training.columns import ColumnReader, lengths_of
+from controller.training.columns import ColumnReader
 from controller.training.evaluation import Evaluation, Evaluator
 from controller.training.feed import Feed
 from controller.training.loop import StepLoop
@@ -40,6 +40,7 @@ from controller.training.step import Step
 from controller.training.step_metrics import StepMetrics
 from controller.training.verification import WeightVerifier
 from nccl_transfer.fetch import Fetcher
+from nccl_transfer.refs.batch import lengths_of
 from nccl_transfer.registry import create_readers
 from nccl_transfer.transports import host_id
 from rlhf.errors import ConfigError, InvalidRequest

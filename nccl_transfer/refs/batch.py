@@ -62,6 +62,19 @@ class LocalColumn:
 Column = RemoteColumn | LocalColumn
 
 
+def lengths_of(column: Column) -> np.ndarray:
+    """Returns the number of entries of each row of a jagged column [rows] int64. Does not fetch the values.
+
+    Raises:
+        InvalidRequest: The rows have a fixed shape.
+    """
+    values = column.values if isinstance(column, LocalColumn) else column
+    lengths = getattr(values, "lengths", None)
+    if lengths is None:
+        raise InvalidRequest("the column has rows of a fixed shape, which have no lengths")
+    return lengths
+
+
 def _as_slice(rows: np.ndarray) -> np.ndarray | slice:
     """Converts consecutive row numbers to a slice, which numpy indexes without a copy; returns others as they are."""
     if not len(rows) or rows[-1] - rows[0] != len(rows) - 1 or (rows[1:] - rows[:-1] != 1).any():

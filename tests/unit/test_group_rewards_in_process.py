@@ -22,6 +22,7 @@ from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.roles import RewardGroup
 from controller.training.rewards import Failures, Reward
 from integration import broken_rewards
+from nccl_transfer.refs.batch import lengths_of
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.shards import Endpoint
@@ -205,7 +206,7 @@ def test_another_number_of_token_scores_than_of_tokens_is_the_error_of_the_row(p
     batch = batch_of(["a", "b c", "d e", "f", "g", "h"], response_ids=Jagged(np.zeros(9, np.int64), lengths))
 
     def score(group: RewardGroup) -> Any:
-        return reward_of(group, policy).score(batch).result(["rewards"])["rewards"].values.lengths.tolist()
+        return lengths_of(reward_of(group, policy).score(batch).result(["rewards"])["rewards"]).tolist()
 
     with foreign(broken_rewards.OfTokens()) as table:
         if policy == "drop_group":
