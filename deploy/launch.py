@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.processes import MARK
+from settings.hub import hub_model
 from settings.security import SECURITY_FILE, TOKEN_FILE
 from settings.service import ServiceTable
+
+DEFAULTS = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+"""Variables of ranks, where this process does not have them."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,14 @@ def rank_command(job: Job) -> list[str]:
 def environment(table: ServiceTable, deployment: str) -> dict[str, str]:
     """Returns the environment that all ranks of a service share: that of this process without its own credentials, with
     `deployment`, the id of the deployment, in the variable `MARK`, and the number of threads of the table. Only
-    TOKENIZERS_PARALLELISM and HF_HUB_OFFLINE keep a value that this process has.
+    TOKENIZERS_PARALLELISM and HF_HUB_OFFLINE keep a value that this process has; the second is 1 by default for ranks
+    that have nothing to download.
     """
-    threads = str(table.threads)
+    threads, model = str(table.threads), getattr(table, "model", None)
+    downloads = isinstance(model, Path) and hub_model(model) is not None
     inherited = {name: value for name, value in os.environ.items() if name not in (TOKEN_FILE, SECURITY_FILE)}
     return {
-        **{"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+        **{name: value for name, value in DEFAULTS.items() if name != "HF_HUB_OFFLINE" or not downloads},
         **inherited,
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": threads,

@@ -33,6 +33,7 @@ FILES = {
 SCRIPT = """
 import json, sys
 from pathlib import Path
+from deploy.launch import environment
 from rlhf.errors import ConfigError
 from settings import hub
 found = []
@@ -144,6 +145,17 @@ def test_a_model_is_downloaded_once_with_the_token_and_is_in_the_cache_without_n
     downloads = dict(hub.downloads)
     assert set(host.fetch(*whole, HF_HUB_OFFLINE="1")) == {directory}
     assert hub.downloads == downloads
+
+
+def test_ranks_that_are_launched_download_their_model(
+    host: Host, hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    table = ReferenceTable(role="reference", address="127.0.0.1:1", model=Path("owner/tiny@v1"))
+    (directory,) = host.fetch(("owner/tiny@v1", 20.0, "WHOLE"), **environment(table, "id") | host.env)
+    assert Path(directory, "model.safetensors").is_file()
+    at_home = table.model_copy(update={"model": tmp_path})
+    assert environment(at_home, "id")["HF_HUB_OFFLINE"] == "1"
 
 
 @pytest.mark.parametrize(
