@@ -37,6 +37,7 @@ class RewardModelOptions(Strict):
     options=RewardModelOptions,
     columns=("chosen", "rejected"),
     trains="reward",
+    quickstart="pairs",
     reads=SCHEDULE,
 )
 def reward_model(run: Run, options: RewardModelOptions) -> None:

@@ -14,7 +14,7 @@ from controller.training.evaluation import Evaluation, Measured
 from controller.training.run import Run
 
 
-@algorithm(services=("actor",), columns=("response",), reads=SCHEDULE)
+@algorithm(services=("actor",), columns=("response",), quickstart="pairs", reads=SCHEDULE)
 def sft(run: Run) -> None:
     """Fine-tunes the policy. Needs a service actor, and rows with prompt and response; the loss is taken over
     response tokens only."""

@@ -125,9 +125,9 @@ class Actor(Rollout):
         check = DriftCheck(self._step_of(batch).number, limit)
         return made.checked(check) if check.limit else made
 
-    def update_actor(self, batch: FutureBatch) -> FutureBatch:
-        """Updates the policy by the loss of `[algorithm]`, in `epochs` passes over the batch in mini-batches (see
-        `Config.mini_batches`). Columns that this loss does not read are not sent. Where advantages are in chunks and
+    def update_actor(self, batch: FutureBatch, mini_batches: int = 0) -> FutureBatch:
+        """Updates the policy by the loss of `[algorithm]`, in `epochs` passes over the batch in `mini_batches`
+        mini-batches. Default: as many as `Config.mini_batches` says. Columns that this loss does not read are not sent. Where advantages are in chunks and
         the loss adds up by rows, gradients of a chunk begin when it is there. Returns no columns."""
         config, algorithm = self._config, self._config.algorithm
         loss = policy_loss(config, with_texts="pretrain_text" in batch)
@@ -138,6 +138,7 @@ class Actor(Rollout):
         }
         batch = batch.drop(*(name for name, is_unused in unused.items() if is_unused))
         schedule = _schedule(config, batch, algorithm.epochs)
+        schedule.mini_batches = mini_batches or schedule.mini_batches
         early = algorithm.adds_up_by_rows and isinstance(batch.columns.get("advantages"), ChunkedColumn)
         updated = self._group.update_actor(batch, loss, schedule, config.rollout.temperature, early=early)
         return _synced(updated, self._group, self._receivers, self._step_of(batch))

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MANIFEST = "quickstart.json"
+DATA = ("train.jsonl", "heldout.jsonl", "pairs_train.jsonl", "pairs_heldout.jsonl")
+"""Names of the data files of a build."""
 OPERANDS = range(1, 100)
 NUM_HELDOUT_PAIRS = 256
 
@@ -33,7 +35,8 @@ class Recipe:
 def is_complete(directory: Path, recipe: Recipe) -> bool:
     """Whether `directory` holds a finished build of exactly this recipe."""
     manifest = directory / MANIFEST
-    return manifest.is_file() and json.loads(manifest.read_text()).get("recipe") == asdict(recipe)
+    is_whole = all((directory / name).is_file() for name in (MANIFEST, *DATA))
+    return is_whole and json.loads(manifest.read_text()).get("recipe") == asdict(recipe)
 
 
 def make_rows(seed: int) -> tuple[list[Row], list[Row]]:
@@ -52,3 +55,16 @@ def make_rows(seed: int) -> tuple[list[Row], list[Row]]:
         row = {"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "data_source": "arithmetic"}
         (heldout if (min(a, b), max(a, b)) in held_out else train).append(row)
     return train, heldout
+
+
+def make_pairs(rows: list[Row], seed: int) -> list[Row]:
+    """Returns a row with a right and a wrong response for each sum of `rows`: "response" and "chosen" are the ground
+    truth, "rejected" a number that is at most 20 more or less, drawn by `seed`."""
+    generator = random.Random(seed)
+    pairs = []
+    for row in rows:
+        truth = int(row["ground_truth"])
+        wrong = generator.choice([n for n in range(max(truth - 20, 0), truth + 21) if n != truth])
+        answer = {"response": str(truth), "chosen": str(truth), "rejected": str(wrong)}
+        pairs.append({"prompt": row["prompt"], **answer, "data_source": row["data_source"]})
+    return pairs

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from deploy.quickstart import MANIFEST, Recipe, Row, is_complete, make_rows
+from deploy.quickstart import DATA, MANIFEST, Recipe, Row, is_complete, make_pairs, make_rows
 
 MAX_LENGTH = 64
 # The vocabulary is the ASCII table, and its own control characters serve as the special tokens.
@@ -134,13 +134,14 @@ def accuracy(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -
 
 
 def write_build(directory: Path, recipe: Recipe) -> None:
-    """Trains the model and writes a whole build into the existing `directory`: train.jsonl, heldout.jsonl, model/ with
-    the tokenizer, and last the manifest."""
+    """Trains the model and writes a whole build into the existing `directory`: the files of `DATA`, model/ with the
+    tokenizer, and last the manifest."""
     started = time.monotonic()
     tokenizer, model = make_tokenizer(), make_model(recipe.seed)
     train_rows, heldout_rows = make_rows(recipe.seed)
-    for name, rows in (("train", train_rows), ("heldout", heldout_rows)):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = [make_pairs(rows, recipe.seed) for rows in (train_rows, heldout_rows)]
+    for name, rows in zip(DATA, (train_rows, heldout_rows, *pairs), strict=True):
+        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     num_steps = train(model, *encode_rows(tokenizer, train_rows), recipe)
     score = accuracy(model, *encode_rows(tokenizer, heldout_rows))
     manifest = {

@@ -63,6 +63,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     tables: dict[str, dict[str, Any]] = {
         "actor": {"role": "actor", **learner},
         "reward": {"role": "reward", "kind": "model", "input": "tensor", **learner},
+        "reference": {"role": "reference", "model": model},
         "scorer": {"role": "reward"},
     }
     ports = iter(free_ports(len(tables)))
@@ -181,6 +182,57 @@ def test_a_run_of_sft_lowers_the_heldout_loss(up: Up) -> None:
     assert summary["loss_after"] < summary["loss_before"]
     assert [line["step"] for line in read_metrics(path)] == [0, 1, 2, 3, 4]
     AutoModelForCausalLM.from_pretrained(path / "actor")
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_a_run_of_dpo_equals_plain_torch(up: Up, tmp_path: Path, loss: str) -> None:
+    """Two optimizer steps on the same four pairs; at the first the policy is the reference."""
+    rows = [
+        dict(zip(("prompt", "chosen", "rejected"), row, strict=True))
+        for row in zip(PROMPTS, GOOD, BAD, strict=True)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
+    data = dict.fromkeys(("train", "heldout"), tmp_path / "pairs.jsonl") | {"prompts_per_step": 4}
+    tables = up.config.model_dump(exclude_unset=True) | {"data": data}
+    tables["run"] |= {"steps": 2}
+    tables["algorithm"] = {"mini_batch_size": 4, "options": {"beta": 0.5, "loss": loss}}
+    done = job.run(Config.model_validate(tables), "dpo")
+
+    policy, reference = (AutoModelForCausalLM.from_pretrained(up.model) for _ in range(2))
+    losses = []
+
+    def mean_loss() -> torch.Tensor:
+        h_P = torch.stack(
+            [
+                log_ratio(policy, reference, prompt, chosen) - log_ratio(policy, reference, prompt, rejected)
+                for prompt, chosen, rejected in list(zip(PROMPTS, GOOD, BAD, strict=True))[:4]
+            ]
+        )
+        losses_P = (h_P - 1) ** 2 if loss == "ipo" else torch.log1p(torch.exp(-0.5 * h_P))
+        losses.append(losses_P.mean().item())
+        return losses_P.mean()
+
+    adamw_steps(policy, mean_loss, 2)
+    assert_same_weights(policy, done.directory / "actor", AutoModelForCausalLM)
+    lines = [line for line in read_metrics(done.directory) if line["step"]]
+    assert [line["dpo/loss"] for line in lines] == pytest.approx(losses, rel=1e-4)
+    assert done.summary["accuracy_after"] == 1
+    assert done.summary["margin_after"] > done.summary["margin_before"] == pytest.approx(0, abs=1e-5)
+
+
+def log_ratio(
+    policy: torch.nn.Module, reference: torch.nn.Module, prompt: str, response: str
+) -> torch.Tensor:
+    """log(pi(y|x) / pi_ref(y|x)), in nats."""
+    row = torch.tensor([ids(prompt) + answer_ids(response)])
+
+    def log_prob(model: torch.nn.Module) -> torch.Tensor:
+        log_probs = model(row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+        return log_probs[len(ids(prompt)) - 1 :].sum()
+
+    with torch.no_grad():
+        constant = log_prob(reference)
+    return log_prob(policy) - constant
 
 
 def test_a_run_of_reward_model_leaves_a_reward_that_scores_the_same(up: Up) -> None:

@@ -22,6 +22,7 @@ EXECUTED = {
     "deploy/quickstart/groups.toml": "grpo",
     "deploy/quickstart/hybrid.toml": "ppo",
     "deploy/quickstart/lora.toml": "ppo",
+    "deploy/quickstart/pairs.toml": "dpo",
     "deploy/quickstart/safe_rlhf.toml": "safe_rlhf",
 }
 """The algorithm with which a config is executed in this file."""
