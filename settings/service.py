@@ -17,8 +17,8 @@ class ServiceTable(Strict):
     """Settings common to services of every role."""
 
     role: str
-    """Role of the service: actor, critic, reference, reward, rollout, or one that an installed package brings, by its
-    name or as module:object (docs/roles.md)."""
+    """Role of the service: actor, critic, reference, reward, rollout, values, or one that an installed package brings,
+    by its name or as module:object (docs/roles.md)."""
     address: str
     """host:port of rank 0. The other ranks choose free ports, and the controller finds them through rank 0."""
     bind_host: str = ""
