@@ -152,7 +152,8 @@ def _executed(
                 raise
             termination.grace_s = 0.0
             line = restarts.next(error, run_dir)
-            progress.message(line or how_to_resume(run_dir, launch=launch))
+            if shown := line or how_to_resume(run_dir, launch=launch, elsewhere=plan.elsewhere):
+                progress.message(shown)
             if not line:
                 raise
         restarts.pause()

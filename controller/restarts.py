@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 
+from controller.checkpoints.resume_point import ResumePoint
 from controller.checkpoints.store import CheckpointStore
-from rlhf.errors import CorruptWeights, DeadlineExceeded, PeerFailed, RlhfError, ServiceLost
+from rlhf.errors import CorruptWeights, DeadlineExceeded, PeerFailed, Restarted, RlhfError, ServiceLost
 
-LOST = (ServiceLost, DeadlineExceeded, PeerFailed)
-"""Errors of a process that has died, is stuck, or has left its collectives."""
+LOST = (ServiceLost, DeadlineExceeded, PeerFailed, Restarted)
+"""Errors of a process that has died, is stuck, has left its collectives, or has been started anew already."""
 LONGEST_PAUSE_S = 60.0
 
 
-def how_to_resume(run_dir: Path, *, launch: bool) -> str:
+def how_to_resume(run_dir: Path, *, launch: bool, elsewhere: bool = False) -> str:
     """Returns a line for the terminal with the command that resumes a run that has failed, or that it has no
-    checkpoint."""
-    if not CheckpointStore(run_dir).commits():
-        return f"{run_dir} has no checkpoint to resume from"
-    return f"to resume: rlhf-controller --resume {run_dir}{' --launch' if launch else ''}"
+    checkpoint; an empty text where its files cannot be read.
+
+    Args:
+        run_dir: The run directory.
+        launch: Whether the run had launched its services. Others may still hold its states after its last step.
+        elsewhere: Whether it was resumed on services that compute in another way.
+    """
+    try:
+        if not CheckpointStore(run_dir).commits() and (launch or not ResumePoint.journaled(run_dir)):
+            return f"{run_dir} has no checkpoint to resume from"
+    except (RlhfError, OSError):
+        return ""
+    options = f"{' --launch' * launch}{' --elsewhere' * elsewhere}"
+    return f"to resume: rlhf-controller --resume {shlex.quote(str(run_dir))}{options}"
 
 
 class Restarts:
@@ -38,14 +50,17 @@ class Restarts:
 
     def next(self, error: RlhfError, run_dir: Path) -> str:
         """Counts a restart, and returns a line for the terminal that has the error, its number and the step of the
-        checkpoint; an empty text where no restart follows: the error is of another kind, there is no checkpoint, or the
-        newest one had all of its restarts.
+        checkpoint; an empty text where no restart follows: the error is of another kind, no checkpoint can be read, or
+        the newest one had all of its restarts.
 
         Args:
             error: Error that has ended the run.
             run_dir: The run directory.
         """
-        commits = CheckpointStore(run_dir).commits() if isinstance(error, self._reasons) else []
+        try:
+            commits = CheckpointStore(run_dir).commits() if isinstance(error, self._reasons) else []
+        except (RlhfError, OSError):
+            return ""
         if not commits:
             return ""
         if commits[-1].step != self._step:

@@ -17,7 +17,7 @@ from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import Reading
 from rlhf.channels import open_channel
 from rlhf.contract import CHANNEL_OPTIONS
-from rlhf.errors import DeadlineExceeded, Refused, ServiceLost
+from rlhf.errors import DeadlineExceeded, Restarted, ServiceLost
 from rlhf.v1 import transfer_pb2 as pb
 
 ATTEMPTS = 3
@@ -137,8 +137,8 @@ def check_epoch(store: TensorStore, epoch: int) -> None:
     """Checks that a request is for the current epoch of the service; epoch 0 stands for any.
 
     Raises:
-        Refused: The request is for another epoch.
+        Restarted: The request is for another epoch.
     """
     assert store.endpoint is not None
     if epoch not in (0, store.endpoint.epoch):
-        raise Refused(f"the epoch is {store.endpoint.epoch}, the rows are of epoch {epoch}")
+        raise Restarted(f"the epoch is {store.endpoint.epoch}, the rows are of epoch {epoch}")

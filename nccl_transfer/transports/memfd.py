@@ -19,7 +19,7 @@ from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import Reader, Reading, Transport
 from nccl_transfer.transports.common import read_in_place, remaining_s
 from nccl_transfer.transports.memfd_source import HELLO, MAGIC, MemfdSource, peer_uid
-from rlhf.errors import DeadlineExceeded, Refused, ServiceLost, TransferError
+from rlhf.errors import DeadlineExceeded, Refused, Restarted, ServiceLost, TransferError
 
 SOCKET = re.compile(rb"rlhf-[0-9a-f]{32}")
 
@@ -115,7 +115,9 @@ class MemfdReader(Reader):
         Refused as `read` does."""
         connection = self._connection(source, deadline)
         if source.epoch not in (0, connection.epoch):
-            raise Refused(f"{source}: its epoch is {connection.epoch}, the rows are of epoch {source.epoch}")
+            raise Restarted(
+                f"{source}: its epoch is {connection.epoch}, the rows are of epoch {source.epoch}"
+            )
         return connection.reader
 
     def forget(self, source: Endpoint) -> None:

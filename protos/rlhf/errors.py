@@ -4,6 +4,7 @@ RlhfError                      INTERNAL             any failure that no class be
 ├── InvalidRequest             INVALID_ARGUMENT     the request can never succeed as it is
 │   └── ConfigError            INVALID_ARGUMENT     a configuration is invalid; nothing was started
 ├── Refused                    FAILED_PRECONDITION  a valid request that the current state does not allow
+│   └── Restarted              FAILED_PRECONDITION  a service was restarted: it has not what the request names
 ├── NotAuthenticated           UNAUTHENTICATED      a client has no token, or an unknown one
 ├── NotAllowed                 PERMISSION_DENIED    a client's token does not allow the method
 ├── ServiceLost                UNAVAILABLE          a service cannot be reached or died
@@ -65,6 +66,10 @@ class Refused(RlhfError):
     released rows."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class Restarted(Refused):
+    """A request that names the state of a process of a service that has ended: the service was restarted since."""
 
 
 class NotAuthenticated(RlhfError):
@@ -167,9 +172,9 @@ def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Stat
         code, message = error.code, str(error)
     else:
         code, message = grpc.StatusCode.INTERNAL, f"{reason}: {error}"
-    message = shortened(message.replace("\n", " "))
-    trace = full_traceback(error)[-MAX_TRACEBACK:]
-    shown = {key: value[:MAX_DETAIL] for key, value in where.items()}
+    message = shortened(encodable(message.replace("\n", " ")))
+    trace = encodable(full_traceback(error))[-MAX_TRACEBACK:]
+    shown = {key: encodable(value)[:MAX_DETAIL] for key, value in where.items()}
     info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=shown)
     debug = error_details_pb2.DebugInfo(stack_entries=[trace])
     status = status_pb2.Status(code=code.value[0], message=message)
@@ -178,6 +183,11 @@ def to_status(error: BaseException, where: Mapping[str, str]) -> status_pb2.Stat
         packed.Pack(detail)
         status.details.append(packed)
     return status
+
+
+def encodable(text: str) -> str:
+    """Returns a text that UTF-8, and so a message, can hold: halves of surrogate pairs are escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def shortened(text: str) -> str:

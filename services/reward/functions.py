@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rlhf.errors import ConfigError, InvalidRequest, full_traceback
+from rlhf.errors import ConfigError, InvalidRequest, encodable, full_traceback
 from rlhf.plugins import PluginError, load_object
 from rlhf.v1 import reward_pb2
 from services.reward import mathematics, verifiers
@@ -159,13 +159,13 @@ def _failure(name: str, error: Exception) -> reward_pb2.RowScore:
     """Returns an exception of a function as the error of a row. Logs its traceback, once for each line of code that
     raises."""
     if isinstance(error, InvalidRequest):
-        return reward_pb2.RowScore(error=str(error))
+        return reward_pb2.RowScore(error=encodable(str(error)))
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     place = frame.f_code.co_filename, line
     if place not in _logged:
         _logged.add(place)
-        logging.error("%s cannot score a row:\n%s", name, full_traceback(error))
-    return reward_pb2.RowScore(error=f"{name} raised {type(error).__name__}: {error}")
+        logging.error("%s cannot score a row:\n%s", name, encodable(full_traceback(error)))
+    return reward_pb2.RowScore(error=encodable(f"{name} raised {type(error).__name__}: {error}"))
 
 
 def is_verl(function: Callable[..., Any]) -> bool:

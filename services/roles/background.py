@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from rlhf.errors import Refused
+from rlhf.errors import Restarted
 from services.storage.written import WrittenFile
 
 REMEMBERED = 4
@@ -37,10 +37,10 @@ class BackgroundWriter:
         self._writes = {**dict(remembered), directory: self._thread.submit(_written, write)}
 
     def writing(self, directory: Path) -> Future[list[WrittenFile]]:
-        """Returns the future of the files of the checkpoint that was started in `directory`. Raises Refused where none
-        was started there, or it is no longer remembered; see REMEMBERED."""
+        """Returns the future of the files of the checkpoint that was started in `directory`. Raises Restarted where
+        none was started there by this process, or it is no longer remembered; see REMEMBERED."""
         if directory not in self._writes:
-            raise Refused(f"this rank writes no checkpoint to {directory}")
+            raise Restarted(f"this process of the rank writes no checkpoint to {directory}")
         return self._writes[directory]
 
     def close(self) -> None:

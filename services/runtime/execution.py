@@ -16,6 +16,7 @@ from rlhf.contract import Method
 from rlhf.errors import (
     InvalidRequest,
     Refused,
+    Restarted,
     ServiceLost,
     TooManyCalls,
     drop_frames,
@@ -235,8 +236,8 @@ class CallQueue:
 
         Raises:
             ServiceLost: The rank is shutting down.
-            Refused: The call is of an earlier epoch: the service has been restarted since. Or it is to run beside
-                others and its session is not open.
+            Restarted: The call is of an earlier epoch: the service has been restarted since.
+            Refused: It is to run beside others and its session is not open.
             TooManyCalls: It is to run beside others, where MAX_BESIDE wait already.
             InvalidRequest: The call has no sequence number, which a service of several ranks requires.
         """
@@ -244,7 +245,7 @@ class CallQueue:
         if self.phase.is_draining:
             raise ServiceLost("the service is shutting down")
         if header.epoch not in (0, ranks.epoch):
-            raise Refused(
+            raise Restarted(
                 f"call of epoch {header.epoch}, but the service is in epoch {ranks.epoch}: it was restarted"
             )
         if beside and header.session not in self.sessions.names:

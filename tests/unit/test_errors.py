@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from google.rpc.error_details_pb2 import DebugInfo
+from google.rpc.error_details_pb2 import DebugInfo, ErrorInfo
 
 from rlhf import errors
 from rlhf.errors import STATUS_KEY, InvalidRequest, Refused, RlhfError, drop_frames, from_rpc_error, to_status
@@ -108,6 +108,19 @@ def test_an_error_that_is_remembered_keeps_its_traceback_as_text_and_none_of_its
     assert "in work" in debug.stack_entries[0]
 
 
-def test_a_status_has_a_bounded_size_whatever_is_in_it():
-    status = to_status(InvalidRequest("x" * 10**6), {"call_id": "i" * 10**6, "rank": "0"})
+@pytest.mark.parametrize("letter", ["x", "\ud800"])
+def test_a_status_has_a_bounded_size_whatever_is_in_it(letter: str):
+    status = to_status(InvalidRequest(letter * 10**6), {"call_id": letter * 10**6, "rank": "0"})
     assert len(status.SerializeToString()) < 8_000
+
+
+def test_half_a_surrogate_pair_is_escaped():
+    try:
+        raise ValueError("\ud83d")
+    except ValueError as error:
+        status = to_status(error, {"method": "\ud83d"})
+    debug, info = DebugInfo(), ErrorInfo()
+    assert all(detail.Unpack(debug) or detail.Unpack(info) for detail in status.details)
+    assert status.message == r"ValueError: \ud83d"
+    assert info.metadata["method"] == r"\ud83d"
+    assert r"ValueError: \ud83d" in debug.stack_entries[0]

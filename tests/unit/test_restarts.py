@@ -15,6 +15,7 @@ from rlhf.errors import (
     CorruptWeights,
     DeadlineExceeded,
     OutOfStep,
+    Restarted,
     RewardFailed,
     RlhfError,
     ServiceLost,
@@ -40,7 +41,7 @@ def test_without_a_checkpoint_there_is_no_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("launches", [False, True])
-@pytest.mark.parametrize("kind", [ServiceLost, DeadlineExceeded, OutOfStep, CorruptWeights])
+@pytest.mark.parametrize("kind", [ServiceLost, DeadlineExceeded, OutOfStep, Restarted, CorruptWeights])
 def test_only_services_that_are_launched_are_restarted_for_corrupt_weights(
     kind: type[RlhfError], launches: bool, tmp_path: Path
 ) -> None:
@@ -72,7 +73,25 @@ def test_the_command_that_resumes_is_told_where_there_is_a_checkpoint(tmp_path: 
     assert how_to_resume(tmp_path, launch=True) == f"{tmp_path} has no checkpoint to resume from"
     write(CheckpointStore(tmp_path), 3)
     assert how_to_resume(tmp_path, launch=False) == f"to resume: rlhf-controller --resume {tmp_path}"
-    assert how_to_resume(tmp_path, launch=True).endswith(" --launch")
+    assert how_to_resume(tmp_path, launch=True, elsewhere=True).endswith(" --launch --elsewhere")
+
+
+def test_services_that_live_on_resume_from_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.restarts.ResumePoint.journaled", lambda run_dir: object())
+    spaced = tmp_path / "a run"
+    spaced.mkdir()
+    assert how_to_resume(spaced, launch=False) == f"to resume: rlhf-controller --resume '{spaced}'"
+    assert how_to_resume(spaced, launch=True) == f"{spaced} has no checkpoint to resume from"
+
+
+def test_a_damaged_checkpoint_hides_no_error(tmp_path: Path) -> None:
+    write(CheckpointStore(tmp_path), 3)
+    (commit,) = tmp_path.rglob("COMMIT")
+    commit.write_text("{")
+    assert how_to_resume(tmp_path, launch=True) == ""
+    assert Restarts(2, launches=True).next(LOST, tmp_path) == ""
 
 
 def test_restarts_need_checkpoints() -> None:

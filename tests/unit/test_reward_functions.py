@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +26,14 @@ def test_the_traceback_of_an_exception_is_logged_once(caplog: pytest.LogCaptureF
     assert [score.error for score in scores] == [cause, "", cause]
     (record,) = caplog.records
     assert "in divides\n    return 1 / len(response)" in record.getMessage()
+
+
+def test_an_exception_with_half_a_surrogate_pair_is_an_error_of_the_row() -> None:
+    def fails(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+        raise ValueError(f"unknown answer {json.loads(response)}")
+
+    score, _ = score_row("mine", fails, TextRow(response='"\\ud83d"'))
+    assert score.error == r"mine raised ValueError: unknown answer \ud83d"
 
 
 @pytest.mark.parametrize("truth", ["", " \n"])
