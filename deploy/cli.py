@@ -200,6 +200,8 @@ def check(
     if report.misfits:
         raise RlhfError("; ".join(report.misfits))
     preflight.check(loaded, names)
+    for name in names:
+        preflight.check_function(name, loaded.services[name])
     gpus = gpus_by_service(loaded, names, visible_gpus(os.environ))
     for name in filter(loaded.is_placed, names):
         sees = f" (CUDA_VISIBLE_DEVICES {','.join(gpus[name])})" if name in gpus else ""

@@ -22,15 +22,19 @@ from settings.transports import check_transport
 ALWAYS_THERE = BUILT_IN - {"math"}
 """Reward functions that need no further package."""
 FIND_FUNCTION = """
-import json, sys
+import json, os, sys
 from rlhf.errors import ConfigError
 from services.reward.functions import find_function
+cause = ""
 try:
     find_function(sys.argv[1], json.loads(sys.argv[2]))
 except ConfigError as error:
-    sys.exit(str(error))
+    cause = " ".join(str(error).split())
+print(cause, file=sys.stderr, flush=True)
+os._exit(1 if cause else 0)
 """
-"""Program that ends with an error where a reward function cannot be found."""
+"""Program that prints why a reward function cannot be found, as its last line. Threads that the function's module has
+started end with it."""
 
 
 def check(config: Config, names: list[str]) -> None:
@@ -38,8 +42,7 @@ def check(config: Config, names: list[str]) -> None:
 
     Raises:
         ConfigError: torch or another package that they need is not installed, a model directory does not exist,
-            a model does not divide over its mesh or has no room for a prompt beside a response, the function of a
-            reward cannot be imported or does not take its options, a transport is unknown,
+            a model does not divide over its mesh or has no room for a prompt beside a response, a transport is unknown,
             an address cannot be served, is that of another service or is open to other hosts in plaintext, or a file of
             `[security]` cannot be read.
     """
@@ -51,8 +54,6 @@ def check(config: Config, names: list[str]) -> None:
         check_model(name, config.services[name])
     for name in names:
         check_model_fits(name, config.services[name], config.rollout.max_response_tokens)
-    for name in names:
-        check_function(name, config.services[name])
     for name in names:
         check_transports(name, config.services[name])
     for name in names:
@@ -107,13 +108,21 @@ def check_function(name: str, table: Service) -> None:
         return
     command = [sys.executable, "-c", FIND_FUNCTION, table.function, json.dumps(table.options)]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=table.startup_timeout_s)
+        found = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=table.startup_timeout_s,
+        )
     except subprocess.TimeoutExpired:
         cause = f"function: {table.function!r} takes more than {table.startup_timeout_s:g} s to import"
         raise ConfigError(f"services.{name}.{cause}") from None
     if found.returncode:
-        cause = (found.stderr.strip() or f"status {found.returncode}").splitlines()[-1]
-        raise ConfigError(f"services.{name}.{cause}")
+        said = found.stderr.strip().splitlines()
+        ended = f"function: the import of {table.function!r} ended with status {found.returncode}"
+        raise ConfigError(f"services.{name}.{said[-1] if found.returncode == 1 and said else ended}")
 
 
 def check_transports(name: str, table: Service) -> None:

@@ -154,7 +154,11 @@ def _value(name: str, row: Row, shape: Shape, generator: random.Random) -> Any:
         known = ("prompt", "response", "ground_truth", *IDS)
         return {key: value for key, value in row.items() if key not in known}
     if name == "ground_truth" and name in row:
-        return str(row[name] or "")
+        given = row[name]
+        # As a run sends it: lists and objects as JSON.
+        if isinstance(given, list | dict):
+            return json.dumps(given, ensure_ascii=False)
+        return "" if given is None else str(given)
     if name == "text":
         return "".join(_value(part, row, shape, generator) for part in ("prompt", "response"))
     if row.get(name) is not None:

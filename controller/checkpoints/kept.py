@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -93,8 +94,8 @@ def set_fields(state: Any, stored: Mapping[str, Any], where: str) -> None:
 
 def _to_json(value: Any, where: str, *, is_field: bool = True) -> Any:
     """Returns a value as JSON: a float that is not finite as {"/float": text}, a numpy array as {"/array": [dtype,
-    shape, values]}, a number of numpy likewise without a shape. Dataclasses may be fields of dataclasses (`is_field`),
-    not elements of collections."""
+    shape, values]}, a number of numpy likewise without a shape, a tuple in a collection as {"/tuple": values}.
+    Dataclasses, and subclasses of dict, may be fields of dataclasses (`is_field`), not elements of collections."""
     if value is None or isinstance(value, bool | int | str):
         return value
     match value:
@@ -102,9 +103,11 @@ def _to_json(value: Any, where: str, *, is_field: bool = True) -> Any:
             return {"/array": [value.dtype.str, None, [_to_json(value.item(), where)]]}
         case float():
             return value if math.isfinite(value) else {"/float": str(value)}
-        case list() | tuple() | deque():
+        case tuple() if not is_field:
+            return {"/tuple": [_to_json(each, where, is_field=False) for each in value]}
+        case list() | tuple() | deque() if is_field or type(value) is list:
             return [_to_json(each, where, is_field=False) for each in value]
-        case dict() if all(isinstance(key, str) and not key.startswith("/") for key in value):
+        case dict() if (is_field or type(value) is dict) and all(map(_is_key, value)):
             return {key: _to_json(each, f"{where}.{key}", is_field=False) for key, each in value.items()}
         case np.ndarray() if _is_exact(value.dtype):
             return {"/array": [value.dtype.str, list(value.shape), _to_json(value.ravel().tolist(), where)]}
@@ -112,8 +115,12 @@ def _to_json(value: Any, where: str, *, is_field: bool = True) -> Any:
         return fields_of(value, where)
     raise ConfigError(
         f"run.keep: {where} has a {type(value).__name__}, which a checkpoint cannot hold; it can hold numbers, texts, "
-        "numpy arrays, lists and dictionaries of them, and dataclasses of all these"
+        "numpy arrays, lists, tuples and dictionaries of them, and dataclasses of all these"
     )
+
+
+def _is_key(key: Any) -> bool:
+    return isinstance(key, str) and not key.startswith("/")
 
 
 def _is_exact(dtype: np.dtype[Any]) -> bool:
@@ -127,6 +134,8 @@ def _like(present: Any, stored: Any, where: str) -> Any:
     match stored:
         case {"/float": text}:
             return float(text)
+        case {"/tuple": values}:
+            return tuple(_like(None, each, where) for each in values)
         case {"/array": [dtype, shape, values]}:
             made = np.array([_like(None, each, where) for each in values], dtype)
             return made[0] if shape is None else made.reshape(shape)
@@ -134,7 +143,11 @@ def _like(present: Any, stored: Any, where: str) -> Any:
             set_fields(present, stored, where)
             return present
         case dict():
-            return {key: _like(None, value, f"{where}.{key}") for key, value in stored.items()}
+            # A copy of the present dictionary is of its type, such as Counter, and has its default factory.
+            values = copy(present) if isinstance(present, dict) else {}
+            values.clear()
+            values.update({key: _like(None, value, f"{where}.{key}") for key, value in stored.items()})
+            return values
         case list():
             values = [_like(None, each, where) for each in stored]
             if isinstance(present, deque):

@@ -232,8 +232,9 @@ class Reward:
         for part, first in zip(parts, tried, strict=True):
             one = self._retried(part, batch, first)
             calls += one.calls
-            for row, weight, verdict in zip(part.rows.tolist(), part.weights, one.verdicts, strict=True):
-                totals[row] = add(totals[row], weight * verdict, self._name)
+            for place, (row, weight) in enumerate(zip(part.rows.tolist(), part.weights, strict=True)):
+                if place not in one.causes:
+                    totals[row] = add(totals[row], weight * one.verdicts[place], self._name)
             causes |= {int(part.rows[place]): cause for place, cause in one.causes.items()}
             if part.service in scores:
                 scores[part.service] = spread(batch.rows, part.rows, one.verdicts)

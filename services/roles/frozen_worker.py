@@ -38,12 +38,13 @@ class FrozenModelWorker(ModelWorker):
         """Implements BeginSession: loads the model directory, unless other sessions use the weights as they are there.
 
         Raises:
-            Refused: Another session, which has not ended, has loaded a checkpoint or offloaded the model.
+            Refused: Another session has loaded a checkpoint or offloaded the model, and has not ended; or it has ended,
+                but others still use the weights that it has left, and the request does not keep them.
         """
         changed, shared = self.ranks.total(
             [self._changed_by in call.others, bool(call.others)], call.peers_deadline
         )
-        if changed:
+        if changed or (shared and self._changed_by is not None and not request.keep_weights):
             raise known_to_all(
                 Refused(f"session {self._changed_by!r} has loaded a checkpoint here or offloaded the model")
             )

@@ -20,6 +20,7 @@ TIMEOUT_S = 30.0
 PPO = "rlhf-controller --algo ppo --config chaos.toml"
 LAUNCH = f"{PPO} --launch"
 UP = "rlhf-deploy up chaos.toml"
+CHECK = "rlhf-deploy check chaos.toml"
 FILES = {
     "model/config.json": b"{}",
     "odd/config.json": b'{"num_hidden_layers": 2, "num_attention_heads": 3}',
@@ -97,12 +98,12 @@ CASES = {
     f"{PPO} --set services.reward.kind=model": "config chaos.toml: services.reward: kind model needs model, ",
     f"{PPO} --set services.reward.kind=judge": "config chaos.toml: services.reward: kind judge needs judge.url and "
     "judge.model",
-    f"{LAUNCH} --set services.reward.function=no:f": "services.reward.function: 'no:f' cannot be imported: "
+    f"{CHECK} --set services.reward.function=no:f": "services.reward.function: 'no:f' cannot be imported: "
     "ModuleNotFoundError: No module named 'no'",
-    f"{UP} --set services.reward.function=broken:f": "services.reward.function: 'broken:f' cannot be imported: "
+    f"{CHECK} --set services.reward.function=broken:f": "services.reward.function: 'broken:f' cannot be imported: "
     "ZeroDivisionError: division by zero",
-    f"{UP} --set services.reward.function=os:name": "services.reward.function: 'os:name' is not callable",
-    f"{UP} --set services.reward.options.x=1": "services.reward.options: chaos_plugins:score takes none named x, "
+    f"{CHECK} --set services.reward.function=os:name": "services.reward.function: 'os:name' is not callable",
+    f"{CHECK} --set services.reward.options.x=1": "services.reward.options: chaos_plugins:score takes none named x, "
     "only: none",
     f"{PPO} --set services.reward.function=exact_match --set data.train=unanswered.jsonl": "data.train: "
     "unanswered.jsonl:2: no ground_truth, with which the service reward compares responses",

@@ -148,6 +148,26 @@ def test_a_frozen_service_is_shared_and_says_with_how_many(cluster: Cluster, ref
     assert reference.ask("Describe").sessions == 0
 
 
+def test_weights_that_another_session_keeps_are_not_loaded_anew_below_it(cluster: Cluster) -> None:
+    config = cluster.select(reference="reference")
+    with connected(config, Session(name="loader")) as first:
+        first.group("reference").offload().records(TIMEOUT_S)
+    second = ConnectedCluster(config, Session())
+    second.connect(keep_weights=True)
+    try:
+        with (
+            pytest.raises(
+                Refused, match="session 'loader' has loaded a checkpoint here or offloaded the model"
+            ),
+            connected(config, Session()),
+        ):
+            pass
+    finally:
+        second.close()
+    with connected(config, Session()) as next_one:
+        assert next_one.origins["reference"].endswith(", fresh")
+
+
 def test_a_run_that_has_ended_leaves_its_services_free_at_once(cluster: Cluster, tmp_path: Path) -> None:
     config = cluster.select(critic="critic")
     with connected(config, Session()):

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -418,6 +418,33 @@ class TestKept:
         numbers: list[Any] = [found.number, found.count, found.flag, found.recent[0]]
         assert [each.dtype for each in numbers] == [np.float32, np.int16, np.bool_, np.float32]
         assert numbers == [np.float32(0.1), 3, True, math.inf]
+
+    def test_dictionaries_come_back_as_what_they_are(self) -> None:
+        @dataclass
+        class Counts:
+            seen: Counter[str] = field(default_factory=Counter)
+            sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+            pairs: list[tuple[int, str]] = field(default_factory=list)
+
+        kept, given, found = KeptState(), Counts(Counter(a=2), pairs=[(1, "x")]), Counts(Counter(old=1))
+        given.sums["a"] += 0.5
+        kept.add("counts", given)
+        through_json(kept).add("counts", found)
+        assert found == given
+        found.seen["new"] += 1
+        found.sums["new"] += 1.5
+        assert (found.seen, found.sums) == (Counter(a=2, new=1), {"a": 0.5, "new": 1.5})
+
+    @pytest.mark.parametrize("inner", [Counter(a=1), deque([1])])
+    def test_a_type_that_would_not_come_back_is_refused(self, inner: Any) -> None:
+        given = Everything()
+        given.table["inner"] = inner
+        kept = KeptState()
+        kept.add("all", given)
+        with pytest.raises(
+            ConfigError, match=f"has a {type(inner).__name__}, which a checkpoint cannot hold"
+        ):
+            kept.state()
 
     def test_texts_of_numpy_come_back_as_texts(self) -> None:
         given = Everything()

@@ -162,6 +162,22 @@ def test_the_group_of_a_row_without_a_score_is_dropped() -> None:
     assert (rewards(scored), column_of(scored, "response").texts) == ([5, 1], ["def22", "4"])
 
 
+@pytest.mark.parametrize("policy", ["drop_group", "retry"])
+def test_a_row_of_token_scores_that_one_service_fails_is_the_only_one(policy: str) -> None:
+    groups = {
+        "a": Group(lambda text: [1.0] * len(text)),
+        "b": Group(lambda text: None if text == "c1" else [2.0] * len(text)),
+    }
+    reward = reward_of(groups, {"all": {"a": 1.0, "b": 1.0}}, policy)
+    batch = FutureBatch.of(response=ROWS)
+    if policy == "retry":
+        with pytest.raises(RewardFailed, match=r"1 of 4 rows could not be scored; row 1: no score for c1"):
+            reward.score(batch)
+        return
+    values = column_of(reward.score(batch), "rewards").values
+    assert (values.values.tolist(), values.lengths.tolist()) == ([3.0] * 8, [2, 5, 1])
+
+
 def test_without_groups_only_the_row_is_dropped() -> None:
     reward = reward_of({"a": Group(failing("c1"))}, {"all": {"a": 1.0}}, "drop_group")
     assert rewards(reward.score(FutureBatch.of(response=ROWS))) == [2, 5, 1]

@@ -16,6 +16,7 @@ import pytest
 from hub_server import COMMIT, Hub
 from huggingface_hub import snapshot_download
 
+from deploy.launch import environment
 from integration.harness import free_ports
 from services.runtime import main
 from settings.hub import commit_of, hub_model
@@ -33,7 +34,6 @@ FILES = {
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from deploy.launch import environment
 from rlhf.errors import ConfigError
 from settings import hub
 found = []
@@ -152,7 +152,7 @@ def test_ranks_that_are_launched_download_their_model(
 ) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     table = ReferenceTable(role="reference", address="127.0.0.1:1", model=Path("owner/tiny@v1"))
-    (directory,) = host.fetch(("owner/tiny@v1", 20.0, "WHOLE"), **environment(table, "id") | host.env)
+    directory, _ = host.fetch(("owner/tiny@v1", 20.0, "WHOLE"), **environment(table, "id") | host.env)
     assert Path(directory, "model.safetensors").is_file()
     at_home = table.model_copy(update={"model": tmp_path})
     assert environment(at_home, "id")["HF_HUB_OFFLINE"] == "1"
