@@ -1,9 +1,9 @@
 """DPO (Rafailov et al. 2023, arXiv 2305.18290): a policy learns from pairs of responses of which one was preferred,
 without a reward model and without generation. With loss ipo: IPO (Azar et al. 2023, arXiv 2310.12036).
 
-The loss of a pair is a function of h, the difference of the log-ratios of its responses to the reference (`log_ratios`). Its gradient is
-therefore that of the log-probabilities of the responses, times dL/dh and -dL/dh. The controller computes dL/dh, and the
-actor makes an ordinary update whose advantages are -dL/dh and dL/dh.
+The loss of a pair is a function of h, the difference of the log-ratios of its responses to the reference
+(`log_ratios`). Its gradient is therefore that of the log-probabilities of the responses, times dL/dh and -dL/dh. The
+controller computes dL/dh, and the actor makes an ordinary update whose advantages are -dL/dh and dL/dh.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from controller.training.run import Run
 from rlhf.errors import ConfigError
 from settings.strict import Strict
 
+LOSS = {"aggregation": "seq-mean-token-sum", "rollout_correction": "none"}
+"""Keys of `[algorithm]` with which the loss of an update is the sum of the losses of its responses' tokens."""
+
 
 class DPOOptions(Strict):
     """Options of DPO: table `[algorithm.options]`."""
@@ -41,7 +44,7 @@ class DPOOptions(Strict):
 
 def check(config: Config, options: DPOOptions) -> None:
     """Raises ConfigError where log-probabilities would be those of another temperature than 1, pairs would be repeated,
-    or an option is set that the loss does not read."""
+    a key of `LOSS` has another value, or an option is set that the loss does not read."""
     if config.rollout.temperature != 1:
         raise ConfigError(
             f"rollout.temperature: dpo compares the log-probabilities of the policy itself, so it has to be 1 (given: "
@@ -52,6 +55,11 @@ def check(config: Config, options: DPOOptions) -> None:
             "rollout.samples_per_prompt: dpo generates no responses, so it has to be 1 (given: "
             f"{config.rollout.samples_per_prompt})"
         )
+    for key, value in LOSS.items():
+        if (given := getattr(config.algorithm, key)) != value:
+            raise ConfigError(
+                f"algorithm.{key}: has to be {value}: the loss of dpo is one of whole responses (given: {given})"
+            )
     if options.label_smoothing and options.loss != "sigmoid":
         raise ConfigError(
             f"algorithm.options.label_smoothing: only loss sigmoid reads it (given: {options.loss})"
@@ -63,8 +71,8 @@ def check(config: Config, options: DPOOptions) -> None:
     options=DPOOptions,
     columns=("chosen", "rejected"),
     quickstart="pairs",
-    defaults={"aggregation": "seq-mean-token-sum", "rollout_correction": "none"},
-    reads=("mini_batch_size",),
+    defaults=LOSS,
+    reads=("mini_batch_size", *LOSS),
     check=check,
 )
 def dpo(run: Run, options: DPOOptions) -> None:

@@ -127,8 +127,9 @@ class Actor(Rollout):
 
     def update_actor(self, batch: FutureBatch, mini_batches: int = 0) -> FutureBatch:
         """Updates the policy by the loss of `[algorithm]`, in `epochs` passes over the batch in `mini_batches`
-        mini-batches. Default: as many as `Config.mini_batches` says. Columns that this loss does not read are not sent. Where advantages are in chunks and
-        the loss adds up by rows, gradients of a chunk begin when it is there. Returns no columns."""
+        mini-batches (default: see `Config.mini_batches`). Columns that this loss does not read are not sent. Where
+        advantages are in chunks and the loss adds up by rows, gradients of a chunk begin when it is there. Returns no
+        columns."""
         config, algorithm = self._config, self._config.algorithm
         loss = policy_loss(config, with_texts="pretrain_text" in batch)
         unused = {

@@ -106,11 +106,11 @@ def adamw_steps(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor], ste
         optimizer.step()
 
 
-def assert_same_weights(model: torch.nn.Module, directory: Path, kind: Any) -> None:
+def assert_same_weights(model: torch.nn.Module, directory: Path, kind: Any, atol: float = 3e-5) -> None:
     exported = kind.from_pretrained(directory).state_dict()
     for name, tensor in model.state_dict().items():
         # A first AdamW step is the learning rate times the sign of the gradient, near zero a matter of rounding.
-        torch.testing.assert_close(exported[name], tensor, rtol=1e-5, atol=3e-5)
+        torch.testing.assert_close(exported[name], tensor, rtol=1e-5, atol=atol)
 
 
 def ids(text: str) -> list[int]:
@@ -213,7 +213,8 @@ def test_a_run_of_dpo_equals_plain_torch(up: Up, tmp_path: Path, loss: str) -> N
         return losses_P.mean()
 
     adamw_steps(policy, mean_loss, 2)
-    assert_same_weights(policy, done.directory / "actor", AutoModelForCausalLM)
+    # A tenth of what a step moves a weight by.
+    assert_same_weights(policy, done.directory / "actor", AutoModelForCausalLM, atol=1e-4)
     lines = [line for line in read_metrics(done.directory) if line["step"]]
     assert [line["dpo/loss"] for line in lines] == pytest.approx(losses, rel=1e-4)
     assert done.summary["accuracy_after"] == 1

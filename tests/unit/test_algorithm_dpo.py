@@ -125,5 +125,11 @@ def test_what_does_not_fit_is_refused(
 
 def test_its_loss_is_the_sum_over_a_response() -> None:
     config = configured()
+    with pytest.raises(ConfigError, match=r"algorithm\.aggregation: has to be seq-mean-token-sum"):
+        find_algorithm("dpo").configure(
+            config.model_copy(
+                update={"algorithm": config.algorithm.model_copy(update={"aggregation": "token-mean"})}
+            )
+        )
     assert config.algorithm.aggregation == "seq-mean-token-sum"
     assert DPOOptions.model_validate(config.algorithm.options) == DPOOptions()

@@ -1,5 +1,5 @@
-"""GRPO over episodes of several turns: a tool answers each response, and the policy goes on from all of the text so far.
-`rlhf-controller --algo turns` runs it where this package is installed.
+"""GRPO over episodes of several turns: a tool answers each response, and the policy goes on from the whole text so
+far. `rlhf-controller --algo turns` runs it where this package is installed.
 
 Each turn is a row of its own: its prompt is the whole text before it, its response what the policy has added. So no row
 has tokens that the policy did not sample, no loss mask is needed, and log-probabilities are those of the tokens that
@@ -26,7 +26,7 @@ Tool = Callable[[str, str, str, str], str | None]
 
 
 class TurnsOptions(Strict):
-    tool: str = "rlhf_example.turns:try_again"
+    tool: str = f"{__name__}:try_again"
     """The tool, as module:function. It runs in the controller's process."""
     turns: int = Field(default=2, ge=1)
     """Maximum number of turns of an episode."""
@@ -48,7 +48,7 @@ def turns(run: Run, options: TurnsOptions) -> None:
         scores, group = run.fetch(scored, "rewards", "group").values()
         batch |= actor.compute_log_prob(batch)
         batch |= step.compute(episode_advantage, scores, group, episode)
-        step.finish(batch | FutureBatch.of(episode=episode), actor.update_actor(batch))
+        step.finish(batch | FutureBatch.of(episode=episode), actor.update_actor(batch), scored)
 
 
 def play(actor: Actor, rows: FutureBatch, tool: Tool, most: int) -> tuple[FutureBatch, np.ndarray]:
@@ -82,8 +82,10 @@ def last_rows(episode: np.ndarray) -> np.ndarray:
 def episode_advantage(scores: np.ndarray, group: np.ndarray, episode: np.ndarray) -> Advantage:
     """Computes one advantage per turn: the score of its episode, standardized within the group of the prompt."""
     per_episode = sequence_scores(scores)
+    mean = float(per_episode.mean())
     metrics = {
-        "score/mean": float(per_episode.mean()),
+        "score/mean": mean,
+        "reward/mean": mean,
         "episode/turns": len(episode) / len(per_episode),
         **group_metrics(per_episode, group),
     }
