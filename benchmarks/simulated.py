@@ -103,7 +103,7 @@ class SimulatedService:
     async def _describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
         mesh = mesh_from_proto(self._shape)
         ranks = []
-        for rank, port in enumerate(self._ports):
+        for rank, port in enumerate(() if request.brief else self._ports):
             stage, tensor, data = mesh.position(rank)
             endpoint = common_pb2.Endpoint(
                 address=f"127.0.0.1:{port}",
