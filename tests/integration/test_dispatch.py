@@ -26,7 +26,7 @@ from rlhf.errors import (
     DeadlineExceeded,
     InvalidRequest,
     PeerFailed,
-    Refused,
+    Restarted,
     RlhfError,
     from_status,
 )
@@ -86,7 +86,7 @@ def test_answers_come_as_calls_end_and_not_as_they_began(actor: Service) -> None
                 dispatch(made, actor, "generate_sequences", batch=PROMPTS, sampling=LONG, header=header)
             )
             stale = await dispatch(made, actor, "synchronize", header=actor.header(epoch=1))
-            assert [type(answer) for answer in stale] == [Refused, Refused]
+            assert [type(answer) for answer in stale] == [Restarted, Restarted]
             assert not long.done()
             await asyncio.to_thread(actor.cancel, header.call_id)
             assert all(isinstance(answer, CallCancelled | PeerFailed) for answer in await long)
