@@ -80,7 +80,7 @@ def mean_wait_s(rate: float, service_s: float, variance_s2: float = 0.0) -> floa
     return math.inf if load >= 1 else rate * (variance_s2 + service_s**2) / (2 * (1 - load))
 
 
-def is_testers_limit(lag_s: float, latency_s: float) -> bool:
+def is_generator_limit(lag_s: float, latency_s: float) -> bool:
     """Whether the load generator itself is the limit of a load that was not sustained: the mean delay of its sends,
     `lag_s`, is more than half of the mean latency `latency_s`, both in seconds."""
     return lag_s > latency_s / 2

@@ -212,7 +212,7 @@ def _step_figures(
         "warnings": warnings,
         "overrun": sending.overrun,
         "sustained": sustained,
-        "testers_limit": not sustained and analysis.is_testers_limit(recorder.lag.mean_s, latency.mean_s),
+        "testers_limit": not sustained and analysis.is_generator_limit(recorder.lag.mean_s, latency.mean_s),
         "timeline": recorder.timeline(),
         "curve": latency.curve() if latency.count else [],
         "histogram": latency.encoded(),

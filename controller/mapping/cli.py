@@ -42,13 +42,13 @@ NOTHING_FITS, USAGE_ERROR = 1, 2
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A config and its problem.
+class MappingRequest:
+    """Config and mapping problem that a command was given.
 
     Attributes:
         config: The config.
         configured: Its models, in the layouts that it describes.
-        problem: The problem, whose models are in the engines that the search chooses meshes for.
+        problem: The problem. Its models use the engines for which the search chooses meshes.
     """
 
     config: Config
@@ -114,15 +114,15 @@ def main() -> None:
 def find(output: Path | None, timeline: Path | None, **given: Any) -> None:
     """Find the fastest plan for CONFIG, whose services, rows and algorithm it takes; pools and meshes are chosen."""
     with _errors_shown():
-        asked = _asked(**given)
-        problem = asked.problem
+        request = _request(**given)
+        problem = request.problem
         plan = find_plan(problem)
         if plan is None:
             raise _DoesNotFit(why_nothing_fits(problem))
         console = _console()
         console.print(plan_table(problem, plan))
         click.echo(summary(problem, plan))
-        for name, why in asked.configured.left_out.items():
+        for name, why in request.configured.left_out.items():
             click.echo(f"{name} is not placed: {why}")
         others = {"found": plan, **named_plans(problem)}
         console.print(placements_table(problem, others))
@@ -139,10 +139,10 @@ def explain(**given: Any) -> None:
     """Say why the plan that CONFIG describes is slower than the fastest one, or what of it does not fit. All services
     are on devices of the first kind."""
     with _errors_shown():
-        asked = _asked(**given)
-        problem = asked.problem
-        described = replace(problem, models=asked.configured.models)
-        plan = described_plan(asked.config, described, problem.devices[0])
+        request = _request(**given)
+        problem = request.problem
+        described = replace(problem, models=request.configured.models)
+        plan = described_plan(request.config, described, problem.devices[0])
         _console().print(plan_table(described, plan))
         click.echo(summary(problem, plan))
         best = find_plan(problem)
@@ -239,7 +239,7 @@ def devices(table: Path | None) -> None:
             click.echo(f"{name}: {peak}, " + ", ".join(f"{key} {value:g}" for key, value in rates.items()))
 
 
-def _asked(
+def _request(
     config_path: Path,
     algo: str,
     kinds: tuple[str, ...],
@@ -249,7 +249,7 @@ def _asked(
     responses: str | None,
     ahead: int,
     settings: tuple[str, ...],
-) -> Asked:
+) -> MappingRequest:
     algorithm = algorithms.find_algorithm(algo)
     config = algorithm.configure(load(config_path, settings))
     more = read_devices(table) if table else {}
@@ -259,7 +259,7 @@ def _asked(
     workload = _workload(config, prompts, responses)
     configured = models_of(config, record_dataflow(algorithm, config))
     models = tuple(placeable(model) for model in configured.models)
-    return Asked(config, configured, Problem(models, workload, tuple(groups), ahead))
+    return MappingRequest(config, configured, Problem(models, workload, tuple(groups), ahead))
 
 
 def _workload(config: Config, prompts: str | None, responses: str | None) -> Workload:

@@ -164,8 +164,9 @@ class _Timeless:
         return 0.0
 
 
-class Rehearsal(Run):
-    """A run of one step whose services are made up.
+class RecordingRun(Run):
+    """Run of one step that records the calls of an algorithm. Its role groups return placeholder columns, and no
+    service is called.
 
     Args:
         config: Configuration of the run, as `Algorithm.configure` returned it.
@@ -256,7 +257,7 @@ def record_dataflow(algorithm: Algorithm, config: Config) -> tuple[Call, ...]:
     log = CallLog()
     run: Callable[[Run], None] = algorithm
     try:
-        run(Rehearsal(config, log, ("prompt", "ground_truth", "metadata", *algorithm.columns)))
+        run(RecordingRun(config, log, ("prompt", "ground_truth", "metadata", *algorithm.columns)))
     except (RlhfError, ValueError, ArithmeticError, LookupError) as error:
         raise ConfigError(
             f"algorithm {algorithm.name}: a step with made-up columns failed: {error}"

@@ -147,8 +147,8 @@ class TurnQueue:
 
     def _pass_over_missing(self, missing: tuple[str, int]) -> None:
         """Ends the wait for the missing call, given as (session, number): the session's waiting call with the lowest
-        sequence number is its next. If the ranks of the service meet for the missing call, `Meetings` fails it, since
-        this rank is past it."""
+        sequence number becomes its next call. If the missing call is collective, `CallBarrier` fails it, since this
+        rank is at a later call."""
         del self._timers[missing]
         self._turns.pass_over_missing(missing[0])
         self._pass_on()

@@ -10,8 +10,8 @@ from loadtest.analysis import (
     Level,
     capacity,
     generator_warnings,
+    is_generator_limit,
     is_sustained,
-    is_testers_limit,
     knee,
     mean_wait_s,
     warmup_warnings,
@@ -107,5 +107,5 @@ def test_a_warm_up_too_short_for_the_latency_says_so() -> None:
 
 
 def test_a_latency_that_is_mostly_lag_is_the_testers() -> None:
-    assert is_testers_limit(0.6, 1.0)
-    assert not is_testers_limit(0.1, 1.0)
+    assert is_generator_limit(0.6, 1.0)
+    assert not is_generator_limit(0.1, 1.0)
