@@ -60,9 +60,9 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _CONFIGURED: tuple[Decorator, ...] = (
     click.argument("config_path", metavar="CONFIG", type=click.Path(path_type=Path)),
-    click.option("--algo", default="ppo", show_default=True, help="Algorithm, as of rlhf-controller."),
+    click.option("--algo", default="ppo", show_default=True, help="Algorithm, as for rlhf-controller."),
     click.option(
-        "--per-machine", default=8, show_default=True, type=click.IntRange(1), help="Devices of one."
+        "--per-machine", default=8, show_default=True, type=click.IntRange(1), help="Devices per machine."
     ),
     click.option("--table", type=click.Path(path_type=Path), help="TOML file with further devices."),
     click.option(
@@ -71,8 +71,8 @@ _CONFIGURED: tuple[Decorator, ...] = (
 )
 _COMMON: tuple[Decorator, ...] = (
     *_CONFIGURED,
-    click.option("--prompts", metavar="LENGTHS", help="Tokens of prompts: N, or N:WEIGHT,N:WEIGHT."),
-    click.option("--responses", metavar="LENGTHS", help="The same of responses."),
+    click.option("--prompts", metavar="LENGTHS", help="Tokens per prompt: N, or N:WEIGHT,N:WEIGHT."),
+    click.option("--responses", metavar="LENGTHS", help="Tokens per response, in the same form."),
 )
 _SEARCHED: tuple[Decorator, ...] = (
     *_COMMON,
@@ -82,7 +82,7 @@ _SEARCHED: tuple[Decorator, ...] = (
     ),
     click.option(
         "--ahead", default=0, show_default=True, type=click.IntRange(0),
-        help="Steps by which generation may be ahead of updates.",
+        help="Number of steps that generation may run ahead of updates.",
     ),
 )  # fmt: skip
 
@@ -112,7 +112,7 @@ def main() -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the config with the plan here.")
 @click.option("--timeline", type=click.Path(path_type=Path), help="Write a picture of one step here (HTML).")
 def find(output: Path | None, timeline: Path | None, **given: Any) -> None:
-    """Find the fastest plan for CONFIG, whose services, rows and algorithm it takes; pools and meshes are chosen."""
+    """Find the fastest plan for the services, rows and algorithm of CONFIG. Chooses pools and meshes."""
     with _errors_shown():
         request = _request(**given)
         problem = request.problem
