@@ -94,7 +94,7 @@ class CallRunner:
         return response
 
     async def run_beside(self, call: ActiveCall) -> Any:
-        """Runs a call beside those that have an order; returns the response message of its method, or raises its
+        """Runs a call concurrently with ordered calls; returns the response message of its method, or raises its
         error."""
         return await self._compute.run(call, NO_ROWS, None)
 
