@@ -66,7 +66,7 @@ class FanOut:
             timeout_s: Timeout of the call, in seconds, counted from the latest deadline among the calls that are
                 still without an answer, since they are executed first.
             was_sent: Called once, after all requests have been handed to gRPC.
-            beside: Whether the ranks execute the call beside those that have an order: its timeout then begins now.
+            beside: Whether the ranks execute the call concurrently with ordered calls: its timeout then begins now.
 
         Raises:
             RlhfError: A rank failed, and every rank was asked to cancel the call, as also where this coroutine is

@@ -10,14 +10,15 @@ from typing import Any
 
 
 class Gate:
-    """Keeps the calls of a step that have to wait, in order, until it is opened. Thread-safe.
+    """Holds back calls of a step until it is opened, and then begins them in order. Thread-safe.
 
     Args:
-        before: Function that is called before a call is kept, with False, and before the algorithm waits for a result
-            of the step, with whether calls that the gate keeps make that result. It may open this gate and others.
+        before: Function that is called with False before a call is held back, and, before the algorithm waits for a
+            result of the step, with whether the result depends on calls that are held back. It may open this gate and
+            other gates.
 
     Attributes:
-        is_open: Whether calls enter at once.
+        is_open: Whether new calls begin at once.
     """
 
     def __init__(self, before: Callable[[bool], None]) -> None:
@@ -27,17 +28,17 @@ class Gate:
         self._lock = threading.RLock()
 
     def reached(self, *, needs_kept: bool) -> None:
-        """Tells `before`, unless the gate is open, that the algorithm is about to wait for a result of the step, or to
-        make a call that is kept. `needs_kept`: see `before`."""
+        """Calls `before` with `needs_kept`, unless the gate is open. To be called before the algorithm waits for a
+        result of the step or makes a call that is held back."""
         if not self.is_open:
             self._before(needs_kept)
 
     def keep(self, begin: Callable[[], None], result: Future[Any]) -> None:
-        """Keeps a call, or begins it where the gate is open.
+        """Holds back a call, or begins it if the gate is open.
 
         Args:
-            begin: Function that begins the call, without waiting for it.
-            result: Future of the call, which `drop` makes fail.
+            begin: Function that begins the call without waiting for its result.
+            result: Future of the call; `drop` sets its exception.
         """
         self.reached(needs_kept=False)
         with self._lock:
@@ -47,20 +48,20 @@ class Gate:
         begin()
 
     def flush(self) -> None:
-        """Begins the calls that are kept, in order; later calls are kept again."""
+        """Begins the calls that are held back, in order. The gate stays closed for later calls."""
         with self._lock:
             while self._kept:
                 begin, _ = self._kept.popleft()
                 begin()
 
     def open(self) -> None:
-        """Begins the calls that are kept; later calls begin at once."""
+        """Begins the calls that are held back, in order. Later calls begin at once."""
         with self._lock:
             self.flush()
             self.is_open = True
 
     def drop(self, error: Exception) -> None:
-        """Makes the calls that are kept fail with `error`, and opens the gate."""
+        """Makes the calls that are held back fail with `error`, and opens the gate."""
         with self._lock:
             kept, self._kept = list(self._kept), deque()
             self.is_open = True

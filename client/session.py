@@ -42,9 +42,11 @@ class StepContext:
 
     Args:
         number: Number of the step, from 1; 0 stands for calls before the first step.
-        gate: Keeps calls of the step on what learns until a later step has generated. Default: none is kept.
-        segment_gates: For each further segment of its responses, in order, the gate that keeps the call which generates
-            it, and those that need it, until a later step has generated (`rollout.segments`). Default: none is kept.
+        gate: Holds back the step's calls to services that learn until a later step has generated. Default: no call is
+            held back.
+        segment_gates: One gate for each segment of the responses after the first, in order. It holds back the call that
+            generates the segment, and calls that need it, until a later step has generated (`rollout.segments`).
+            Default: no call is held back.
 
     Attributes:
         noted: Metrics of the step by name, accumulated with `note`.
@@ -69,18 +71,18 @@ class StepContext:
         return self._controller_bytes
 
     def gate_of(self, lateness: int) -> Gate | None:
-        """Returns the gate that keeps a call of this lateness; None if no gate does.
+        """Returns the gate that holds back a call of this lateness; None if there is no such gate.
 
         Args:
-            lateness: 0 for a call that is not kept; n for one that generates segment n, from 0, or needs it;
-                `AFTER_UPDATES` for one on what learns, or that needs such a call.
+            lateness: 0 for a call that is not held back; n for a call that generates segment n, counted from 0, or
+                needs it; `AFTER_UPDATES` for a call to a service that learns, or a call that needs its result.
         """
         if 0 < lateness <= len(self.segment_gates):
             return self.segment_gates[lateness - 1]
         return self.gate if lateness == AFTER_UPDATES else None
 
     def reached(self, lateness: int) -> None:
-        """Tells the gates that the algorithm is about to wait for a result of this lateness; see `gate_of`."""
+        """Notifies the gates before the algorithm waits for a result of this lateness; see `gate_of`."""
         for gate in self.segment_gates[:lateness]:
             gate.reached(needs_kept=True)
         if self.gate:
@@ -114,9 +116,9 @@ class StepContext:
         call.add_done_callback(self._forget)
 
     def raise_unread(self) -> None:
-        """Raises the error of the first call without columns that has failed so far, if nobody has read it: neither has
-        a wait for the call or for columns that need it raised it, nor was the call cancelled. Its text names step,
-        service and method. Further such errors are forgotten."""
+        """Raises the first unread error of the calls without columns that have failed so far. An error is read once a
+        wait for the call, or for columns that depend on it, has raised it; errors of cancelled calls are ignored. The
+        message names step, service and method. Discards further unread errors."""
         self._unread.raise_first(f"step {self.number}")
 
     def wait(self, timeout_s: float) -> None:

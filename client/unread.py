@@ -14,8 +14,8 @@ READ = "was_read"
 
 
 def mark_read(futures: Sequence[Future[Any]]) -> None:
-    """Marks the errors of futures as read; those of pending futures when they fail. An error is one object in all
-    futures that fail by it, so it is marked for all of them."""
+    """Marks the errors of futures as read; those of pending futures when they fail. Futures that fail for the same
+    reason share one error object, so the mark applies to all of them."""
     for future in futures:
         future.add_done_callback(_mark)
 
@@ -42,9 +42,9 @@ class UnreadErrors:
         call.add_done_callback(forget)
 
     def raise_first(self, where: str) -> None:
-        """Forgets the calls that are done, and raises the error of the first of them that has failed, unless it was
-        read or is CallCancelled: an error of the same class, or an RlhfError where it was none, with `where` and the
-        name of the call in its text."""
+        """Removes the calls that are done, and raises the first of their errors that is unread and not CallCancelled.
+        The raised error has the same class, or is an RlhfError if that class is not a subclass of RlhfError; its
+        message contains `where` and the name of the call."""
         done = [(call, name) for call, name in self._calls.copy().items() if call.done()]
         for call, _ in done:
             self._calls.pop(call, None)

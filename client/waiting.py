@@ -12,16 +12,16 @@ from typing import Any
 from rlhf.errors import DeadlineExceeded
 
 CHECK_S = 1.0
-"""Time, in seconds, between two looks at whether the simulation goes on."""
+"""Interval, in seconds, at which a waiting thread checks whether the simulation is stuck."""
 EXECUTES_S = 600.0
-"""Longest time, in seconds, for which the simulation waits for threads that execute."""
+"""Longest time, in seconds, that the simulation waits for executing threads."""
 
 
 class ExecutingThreads:
     """Counts the threads that execute; those that wait in `settle` are left out. Thread-safe.
 
     Attributes:
-        stuck: Reason why nothing is left that could resolve a future; empty as long as there is none.
+        stuck: Reason why no remaining thread can resolve a future; empty while the simulation can continue.
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class ExecutingThreads:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Stops counting: no thread is waited for any more."""
+        """Stops counting; `wait_until_none` then returns at once."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def wait_until_none(self) -> None:
-        """Blocks until no thread executes, threads are not counted any more, or `stuck` says why they do not matter,
-        here that one has executed for `EXECUTES_S`."""
+        """Blocks until no thread executes, counting has stopped, or `stuck` is set. Sets `stuck` if threads still
+        execute after `EXECUTES_S` seconds."""
         with self._changed:
             if not self._changed.wait_for(self._is_at_rest, EXECUTES_S):
                 self.stuck = f"a thread has executed for {EXECUTES_S:g} s without a wait"
@@ -61,7 +61,7 @@ class ExecutingThreads:
         counts it as executing again, so that the count is never too low.
 
         Raises:
-            DeadlineExceeded: Nothing is left that could resolve the future.
+            DeadlineExceeded: The simulation is stuck, so no thread can resolve the future.
         """
         resumed = threading.Event()
 
@@ -81,8 +81,8 @@ _counted: ExecutingThreads | None = None
 
 @contextmanager
 def counting() -> Iterator[ExecutingThreads]:
-    """Context manager that counts the executing threads of this process: the calling one, and those that
-    `thread_begins` tells of. For one simulation at a time; raises ValueError where there is another."""
+    """Context manager that counts the executing threads of this process: the calling thread, and the threads that
+    `thread_begins` adds. Raises ValueError if another simulation counts threads already."""
     global _counted
     if _counted is not None:
         raise ValueError("threads are counted already: one simulation at a time")
@@ -105,8 +105,8 @@ def settle(futures: Iterable[Future[Any]]) -> None:
 
 
 def thread_begins() -> Callable[[], None]:
-    """Counts a thread that is about to be started. Returns the function that it calls at its end, which belongs to the
-    same simulation: a thread may outlive the one that it was started in."""
+    """Counts a thread that is about to start. Returns the function that the thread calls at its end. The function is
+    bound to the current simulation, since a thread may outlive it."""
     threads = _counted
     if threads is None:
         return lambda: None

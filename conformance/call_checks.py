@@ -25,14 +25,16 @@ def check_concurrency(target: RewardTarget) -> str:
     calls = [target.start(target.request_of(units)) for units in turned]
     answers = [target.unit_verdicts(call, units) for call, units in zip(calls, turned, strict=True)]
     if not target.alone:
-        return f"{CALLS_IN_FLIGHT} calls in flight were answered; their verdicts cannot be compared"
+        return (
+            f"{CALLS_IN_FLIGHT} concurrent calls were answered; there are no verdicts to compare theirs with"
+        )
     mixed = [i for i, answer in enumerate(answers) if not are_equal_by_unit(answer, _turn(target.alone, i))]
     if mixed:
         raise Violation(
-            f"{len(mixed)} of {CALLS_IN_FLIGHT} calls in flight got other verdicts than alone",
-            "Keep nothing of a call outside of it: calls run at the same time.",
+            f"{len(mixed)} of {CALLS_IN_FLIGHT} concurrent calls got different verdicts than the same rows in one call",
+            "Keep no state outside of a call: calls are executed concurrently.",
         )
-    return f"{CALLS_IN_FLIGHT} calls in flight got the verdicts they get alone"
+    return f"{CALLS_IN_FLIGHT} concurrent calls got the same verdicts as single calls"
 
 
 def check_unknown_method(target: RewardTarget) -> str:
@@ -102,13 +104,15 @@ def check_cancellation(target: RewardTarget) -> str:
 
 
 def check_goes_on(target: RewardTarget) -> str:
-    """Checks that the server, after all other checks, gives rows the verdicts that it gave them alone."""
+    """Checks that the server still gives rows the same verdicts after all other checks."""
     verdicts = target.score_units(target.units)
     if not target.alone:
-        return "after all that it still scores rows"
+        return "the server still scores rows after all other checks"
     if not are_equal_by_unit(verdicts, target.alone):
-        raise Violation("after all that the same rows get other verdicts", "Keep no state between calls.")
-    return "after all that the same rows get the same verdicts"
+        raise Violation(
+            "the same rows get different verdicts after all other checks", "Keep no state between calls."
+        )
+    return "the same rows get the same verdicts after all other checks"
 
 
 def _turn(values: Sequence[Any], by: int) -> list[Any]:

@@ -49,11 +49,15 @@ def main() -> None:
 @click.option("--deadline", "deadline_s", type=click.FloatRange(0.1, 3600), default=10.0, show_default=True,
               help="Seconds a call may take.")  # fmt: skip
 @click.option("--many", "num_rows", type=click.IntRange(1, 1_000_000), default=4000, show_default=True,
-              help="Rows of the largest call; fewer where a row is dear.")  # fmt: skip
+              help="Rows of the largest call; lower it if a row is expensive to score.")  # fmt: skip
 @click.option("--max-message", "max_mib", type=click.IntRange(1, 512), default=32, show_default=True,
               help="Size in MiB of the largest message.")  # fmt: skip
 @click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the findings too."
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write the findings to FILE.",
 )
 @security_option
 def reward(
@@ -85,7 +89,7 @@ def read_rows(path: Path) -> list[Row]:
     """Reads the rows of a JSONL file; fields other than prompt, response and ground_truth are metadata.
 
     Raises:
-        ConfigError: The file cannot be read, a line is no row, or it has fewer than two rows.
+        ConfigError: The file cannot be read, a line is not a valid row, or there are fewer than two rows.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")

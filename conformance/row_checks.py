@@ -70,7 +70,8 @@ def check_many_rows(target: RewardTarget) -> str:
     if mixed:
         one = "group" if target.scores_groups else "row"
         raise Violation(
-            f"{len(mixed)} of {len(units)} {one}s in one call got other verdicts than alone, first {one} {mixed[0]}",
+            f"{len(mixed)} of {len(units)} {one}s got different verdicts in one call than alone, first {one} "
+            f"{mixed[0]}",
             "Give verdict i to row i in large calls too: look at how they are split and put together.",
         )
     target.long_rows = list(request.text_rows)

@@ -65,15 +65,15 @@ def _write_report(context: click.Context, option: click.Parameter, directory: st
     "--continue",
     "keep_weights",
     is_flag=True,
-    help="Go on from the weights that the services have, not anew.",
+    help="Continue from the services' current weights instead of loading the models again.",
 )
-@click.option("--take-over", is_flag=True, help="End the run that has the services.")
+@click.option("--take-over", is_flag=True, help="End another run that uses the services.")
 @click.option(
     "--resume",
     "run_dir",
     metavar="DIRECTORY",
     type=click.Path(path_type=Path),
-    help="Go on with a run, in its directory: from the state that its services hold, or its newest checkpoint.",
+    help="Resume a run from its directory: from the state that its services hold, or its newest checkpoint.",
 )
 @click.option(
     "--elsewhere",
@@ -145,9 +145,9 @@ def main(
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="TOML file.")
 @click.option("--launch", is_flag=True, help="Start the services of the config, and stop them at the end.")
-@click.option("--take-over", is_flag=True, help="End the run that has the services.")
-@click.option("--samples", default=0, type=click.IntRange(0), help="Responses to each prompt, for pass@k.")
-@click.option("--solved-at", default=1.0, help="Lowest score of a response that is right, for pass@k.")
+@click.option("--take-over", is_flag=True, help="End another run that uses the services.")
+@click.option("--samples", default=0, type=click.IntRange(0), help="Responses per prompt, for pass@k.")
+@click.option("--solved-at", default=1.0, help="Lowest score of a correct response, for pass@k.")
 @click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config; repeatable."
 )
@@ -212,10 +212,10 @@ def _given(
 
 
 def _check_alone(**given: object) -> None:
-    """Raises ConfigError where an option, given by its name, does not go with --resume."""
+    """Raises ConfigError if an option is set that is not allowed with --resume."""
     wrong = [f"--{name}" for name, value in given.items() if value]
     if wrong:
-        raise ConfigError(f"{', '.join(wrong)}: a resumed run has its own; --set changes what may differ")
+        raise ConfigError(f"{', '.join(wrong)}: not allowed with --resume; use --set to change a value")
 
 
 def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool) -> None:

@@ -61,11 +61,11 @@ def fetch_descriptions(config: Config) -> None:
 
 
 def check_models(config: Config) -> None:
-    """Checks that the models of all services can be divided over their meshes, and have room for a prompt beside a
-    response of maximum length. Models whose config.json this host cannot read pass.
+    """Checks that the models of all services can be divided over their meshes, and accept a prompt with a response of
+    maximum length. Models whose config.json this host cannot read pass.
 
     Raises:
-        ConfigError: One of them is not so; see `settings.fit.check_model_fits`.
+        ConfigError: The check of a model failed; see `settings.fit.check_model_fits`.
     """
     for name, table in config.services.items():
         check_model_fits(name, table, config.rollout.max_response_tokens)

@@ -130,7 +130,7 @@ def git_commit() -> str:
 
 def _platform(said: worker_pb2.DescribeResponse) -> dict[str, Any]:
     """Returns the platform of a service from its description: version, threads, CPU, torch, matmul library and
-    kernels, which the bits of its results depend on beside its configuration."""
+    kernels. Together with the configuration, these determine the results bitwise."""
     figures = {
         "version": said.version,
         "threads": said.threads,

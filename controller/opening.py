@@ -104,8 +104,8 @@ def open_planned(
 
 @contextlib.contextmanager
 def _directory(plan: Plan) -> Iterator[RunDirectory]:
-    """Context manager that holds the directory of the run for this process: a new one, or that of the run that is
-    resumed, from which it removes what was written incompletely."""
+    """Context manager that holds the run directory for this process: a new directory, or that of the resumed run, from
+    which it removes incomplete files."""
     with contextlib.ExitStack() as opened:
         if plan.resumes:
             directory = RunDirectory(plan.resumes.run_dir)
@@ -132,8 +132,8 @@ def _logs(plan: Plan, directory: RunDirectory) -> Path:
 def _connect(
     plan: Plan, cluster: Cluster, directory: RunDirectory, progress: Progress, *, keep_weights: bool
 ) -> Plan:
-    """Connects to the services, and returns the plan. Those of a resumed run are restored, the files of the run are cut
-    back to the point that it goes on from, and the plan is that from there; those of a new run load `plan.loads`.
+    """Connects to the services, and returns the plan. For a resumed run, restores the services, truncates the files of
+    the run to the resume point, and returns the plan from that point. The services of a new run load `plan.loads`.
     `keep_weights`: as in `Cluster.connect`."""
     stateful, trained = _stateful(plan.config), plan.algorithm.trains
     outputs = {trained: [directory.output(trained)]}

@@ -39,7 +39,7 @@ def write_certificates(directory: Path, hosts: Sequence[str], days: int) -> str:
         The text of security.toml.
 
     Raises:
-        ConfigError: A host is none, or a file exists already.
+        ConfigError: A host is invalid, or a file exists already.
         RlhfError: The files cannot be written, openssl is not installed, or it fails.
     """
     for host in hosts:

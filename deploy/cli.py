@@ -185,7 +185,7 @@ def check(
     """Check that `up` could start the services of CONFIG on this host now: packages, models, addresses, GPUs; and print
     the memory that they are predicted to need, by stage, and the device of each rank.
 
-    When they need more than there is, the exit code is 1.
+    The exit code is 1 if they are predicted to need more memory than is available.
     """
     loaded = load(config, settings)
     names = service_names(loaded, only)
@@ -212,7 +212,7 @@ def check(
 @main.command()
 @_config_argument
 @click.argument("service", required=False)
-@click.option("--follow", "-f", is_flag=True, help="Go on with what is added, until Ctrl-C.")
+@click.option("--follow", "-f", is_flag=True, help="Keep printing new lines until Ctrl-C.")
 def logs(config: Path, service: str | None, follow: bool) -> None:
     """Show the log of SERVICE, or without it the logs of all services of CONFIG that have one."""
     deployment = state.find(config)

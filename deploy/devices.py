@@ -1,4 +1,4 @@
-"""Which GPUs of this host the ranks of each service see: those of its pool, in the pool's order."""
+"""Assignment of this host's GPUs to services: the ranks of a service see the GPUs of its pool, in the pool's order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """Returns the ids of the GPUs that processes of this host may use, as CUDA_VISIBLE_DEVICES has them: those in the
-    environment where it has that variable, else the numbers of all GPUs of the host, from 0.
+    """Returns the ids of the GPUs that processes of this host may use: those in CUDA_VISIBLE_DEVICES if the variable is
+    set, otherwise the indices of all GPUs of the host.
 
     Args:
         environment: Environment of this process.
-        devices: Directory of device files, where NVIDIA's driver has one, nvidiaN, for each GPU.
+        devices: Directory of the device files; NVIDIA's driver creates nvidiaN for each GPU.
     """
     count = sum(bool(re.fullmatch(r"nvidia\d+", each.name)) for each in devices.iterdir())
     given = environment.get(VISIBLE)
@@ -32,15 +32,14 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
 def gpus_by_service(
     config: Config, names: Sequence[str], visible: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the ids of the GPUs that all ranks of a service see, by name of the service. GPU number r of them is that
-    of rank r, as torch, vLLM and DeepSpeed take the GPU whose number is LOCAL_RANK; the others of the pool follow, so
-    that they can be reached. Services whose devices are not named as GPUs, and those that compute on the CPU, are left
-    out.
+    """Returns the ids of the GPUs that all ranks of a service see, by name of the service. Rank r uses the r-th GPU,
+    since torch, vLLM and DeepSpeed select the GPU with index LOCAL_RANK. The other GPUs of the pool follow, so that
+    they stay visible for peer access. Omits services that compute on the CPU or whose devices are not GPUs.
 
     Args:
         config: Configuration of the run.
         names: Names of the services that are started on this host.
-        visible: Ids of the GPUs of this host; none: services compute on the CPU.
+        visible: Ids of the GPUs of this host. Empty: services compute on the CPU.
 
     Raises:
         ConfigError: A GPU is not on this host, or the GPUs of the services are on several hosts.
@@ -67,8 +66,8 @@ def gpus_by_service(
 
 
 def gpu_variables(gpus: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables with which a process sees these GPUs, in this order; none where there are none.
-    Numbers are those of `nvidia-smi`, unless `environment`, that of this process, gives them a meaning already."""
+    """Returns the environment variables with which a process sees these GPUs, in this order; no variables if `gpus` is
+    empty. Indices are those of `nvidia-smi`, unless `environment`, that of this process, sets their order already."""
     if not gpus:
         return {}
     order = {} if {VISIBLE, ORDER} & environment.keys() else {ORDER: "PCI_BUS_ID"}
@@ -76,7 +75,7 @@ def gpu_variables(gpus: Sequence[str], environment: Mapping[str, str]) -> dict[s
 
 
 def _gpus(config: Config, name: str) -> list[tuple[str, Gpu]]:
-    """Returns the names of the devices of a service that are GPUs, with these; none where it computes on the CPU."""
+    """Returns the GPUs of a service, each with its device name; an empty list if the service computes on the CPU."""
     table = config.services[name]
     if table.device == "cpu" or not table.needs_torch:
         return []

@@ -1,7 +1,7 @@
-"""The processes of a deployment: found by a mark in their environment, and stopped.
+"""Finds the processes of a deployment by a mark in their environment, and stops them.
 
-Every process that a deployment starts inherits the mark, so all are found whichever of launcher, workers and
-their children are still alive, and no recycled process id is ever taken for one of them.
+Every process that a deployment starts inherits the mark. So all processes are found even if their launcher or parent
+has ended, and a recycled process id is never mistaken for one of them.
 """
 
 from __future__ import annotations

@@ -80,9 +80,9 @@ def mean_wait_s(rate: float, service_s: float, variance_s2: float = 0.0) -> floa
     return math.inf if load >= 1 else rate * (variance_s2 + service_s**2) / (2 * (1 - load))
 
 
-def is_testers_limit(lag_s: float, latency_s: float) -> bool:
-    """Whether the load generator itself is the limit of a load that was not sustained: the mean delay of its sends,
-    `lag_s`, is more than half of the mean latency `latency_s`, both in seconds."""
+def is_generator_limit(lag_s: float, latency_s: float) -> bool:
+    """Returns whether the load generator is the limit of a load that was not sustained: the mean delay of its sends
+    `lag_s` is more than half of the mean latency `latency_s`, both in seconds."""
     return lag_s > latency_s / 2
 
 
@@ -98,13 +98,13 @@ def warmup_warnings(warmup_s: float, latency_s: float, window_s: float) -> list[
     if latency_s - warmup_s <= (1 - SUSTAINED) * window_s:
         return []
     return [
-        f"half of the calls took {latency_s:.3g} s or more, and the warm-up {warmup_s:g} s: the throughput lacks the "
-        "answers that were still to come when the window began; lengthen --warmup"
+        f"the median latency is {latency_s:.3g} s and the warm-up {warmup_s:g} s: the measured window began before the "
+        "answers to the warm-up calls arrived, so the throughput is too low; increase --warmup"
     ]
 
 
 def generator_warnings(lag_p99_s: float, latency_p99_s: float, busy: float) -> list[str]:
-    """Returns warnings where figures may be those of the load generator rather than of the service.
+    """Returns a warning for each sign that the load generator, and not the service, limits the measured figures.
 
     Args:
         lag_p99_s: 99th percentile of the delay of sends in seconds; latencies include it.
@@ -114,9 +114,9 @@ def generator_warnings(lag_p99_s: float, latency_p99_s: float, busy: float) -> l
     warnings = []
     if lag_p99_s > max(LAG_FLOOR_S, LAG_SHARE * latency_p99_s):
         warnings.append(
-            f"the tester fell behind: 1 % of the sends were over {lag_p99_s * 1e3:.1f} ms late, "
-            f"of a p99 of {latency_p99_s * 1e3:.1f} ms"
+            f"the tester fell behind: the p99 delay of its sends is {lag_p99_s * 1e3:.1f} ms, "
+            f"with a p99 latency of {latency_p99_s * 1e3:.1f} ms"
         )
     if busy > BUSY:
-        warnings.append(f"the tester was busy {busy:.0%} of the time: the limit may be its own")
+        warnings.append(f"the tester was busy {busy:.0%} of the time and may be the limit of the throughput")
     return warnings

@@ -40,49 +40,78 @@ DEFAULT_RATE = 10.0
     help="Open loop: independent clients, or equal gaps.",
 )  # fmt: skip
 @click.option(
-    "--concurrency", type=click.IntRange(1), help="Closed loop: so many callers, one call at a time each."
+    "--concurrency",
+    type=click.IntRange(1),
+    help="Closed loop: number of callers, each with one call at a time.",
 )
 @click.option(
-    "--ramp", "ramp_text", metavar="LOW:HIGH:STEPS", help="Rates, or with --closed callers, to find the knee."
+    "--ramp",
+    "ramp_text",
+    metavar="LOW:HIGH:STEPS",
+    help="Rates, or numbers of callers with --closed, to find the knee.",
 )
-@click.option("--closed", is_flag=True, help="The levels of --ramp are callers of a closed loop.")
+@click.option("--closed", is_flag=True, help="The levels of --ramp are numbers of closed-loop callers.")
 @click.option(
-    "--duration", default=10.0, show_default=True, type=click.FloatRange(0.1), help="Seconds a level."
-)
-@click.option(
-    "--warmup", default=1.0, show_default=True, type=click.FloatRange(0), help="Seconds before that."
-)
-@click.option(
-    "--drain", default=5.0, show_default=True, type=click.FloatRange(0), help="Seconds for late answers."
+    "--duration", default=10.0, show_default=True, type=click.FloatRange(0.1), help="Seconds per level."
 )
 @click.option(
-    "--timeout", default=60.0, show_default=True, type=click.FloatRange(0.001), help="Deadline of a call."
+    "--warmup", default=1.0, show_default=True, type=click.FloatRange(0), help="Seconds of warm-up per level."
 )
-@click.option("--connections", default=1, show_default=True, type=click.IntRange(1), help="To each rank.")
+@click.option(
+    "--drain",
+    default=5.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds to wait for late answers.",
+)
+@click.option(
+    "--timeout",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(0.001),
+    help="Deadline of a call in seconds.",
+)
+@click.option("--connections", default=1, show_default=True, type=click.IntRange(1), help="Per rank.")
 @click.option("--rows", default=1, show_default=True, type=click.IntRange(0), help="Rows per call.")
 @click.option(
-    "--prompt-length", default="8", show_default=True, help="N or N-M: tokens, or characters of text."
+    "--prompt-length",
+    default="8",
+    show_default=True,
+    help="Tokens, or characters of text, per prompt: N or N-M.",
 )
 @click.option(
-    "--response-length", default="8", show_default=True, help="The same; of GenerateSequences the most."
+    "--response-length",
+    default="8",
+    show_default=True,
+    help="As for prompts; the maximum for GenerateSequences.",
 )
 @click.option(
-    "--vocabulary", default=100, show_default=True, type=click.IntRange(1), help="Ids are below it."
+    "--vocabulary",
+    default=100,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Token ids are below this number.",
 )
 @click.option("--data", type=click.Path(path_type=Path, dir_okay=False), help="JSONL file with rows.")
-@click.option("--seed", default=0, show_default=True, help="Of gaps and of rows that are made up.")
+@click.option("--seed", default=0, show_default=True, help="Seed of arrival times and of generated rows.")
 @click.option(
     "--slo", "objectives", default="", metavar="BOUNDS", help="p99=50ms,errors=0: exit code 3 if missed."
 )
 @click.option(
-    "--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the result here."
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the result to this file.",
 )
 @click.option(
-    "--html", "html_path", type=click.Path(path_type=Path, dir_okay=False), help="Write a page here."
+    "--html",
+    "html_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a report to this file.",
 )
 @click.option(
     "--compare", "compared", nargs=2, type=click.Path(path_type=Path, dir_okay=False), metavar="A.json B.json",
-    help="Show two results side by side, and call nobody.",
+    help="Compare two results side by side; send no calls.",
 )  # fmt: skip
 def main(
     compared: tuple[Path, Path] | None, json_path: Path | None, html_path: Path | None, **options: Any

@@ -25,8 +25,8 @@ OF_ALL = ("Describe", "Synchronize")
 
 
 def offered(role: str) -> dict[str, Method]:
-    """Returns the methods of a role that can be load-tested, by name: those that its declaration lists, and those that
-    every service has. Raises PluginError where the role is unknown."""
+    """Returns the methods of a role that can be load-tested, by name: those that its declaration lists, and those of
+    every service. Raises PluginError if the role is unknown."""
     own = {name: role_methods(role)[name] for name in find_role(role).load_tested}
     return {**own, **{name: SERVICES["worker"][name] for name in OF_ALL}, HEALTH_CHECK.name: HEALTH_CHECK}
 
@@ -46,6 +46,6 @@ def find_method(role: str, name: str) -> Method:
             return method
     others = {**role_methods(role), **SERVICES["worker"]}.values()
     if any(name in (method.name, method.snake_name) for method in others):
-        raise ConfigError(f"--method: {name} changes the service, or is no call of its own, and is not load-tested; "
-                          f"of {role}: {', '.join(methods)}")  # fmt: skip
+        raise ConfigError(f"--method: {name} cannot be load-tested, since it changes the service or belongs to a "
+                          f"larger operation; allowed for {role}: {', '.join(methods)}")  # fmt: skip
     raise ConfigError(f"--method: {role} has no method {name!r}; known: {', '.join(methods)}")

@@ -80,7 +80,7 @@ def make_batches(columns: Iterable[str], shape: Shape, data: Path | None) -> lis
     Args:
         columns: Names of the columns.
         shape: Number, lengths and seed of the rows.
-        data: JSONL file with rows; None: all rows are made up. Fields that it lacks are made up too.
+        data: JSONL file with rows; fields that it lacks are generated. None: all rows are generated.
 
     Raises:
         ConfigError: The file cannot be read, or has no rows or values of a wrong type.

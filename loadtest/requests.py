@@ -70,7 +70,7 @@ def _of_ranks(
 
 
 def _options(method: Method, shape: Shape) -> dict[str, Any]:
-    """Returns the fields beside the rows that a method's request requires, by name."""
+    """Returns the fields that a method's request requires in addition to the rows, by name."""
     if method.name == "GenerateSequences":
         longest = max(shape.response.most, 1)
         return {"sampling": actor_pb2.Sampling(temperature=TEMPERATURE, max_new_tokens=longest)}

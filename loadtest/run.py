@@ -167,8 +167,8 @@ def _check_deadline(settings: Settings, target: Target) -> None:
     needed_s = settings.warmup_s + settings.duration_s + settings.drain_s
     if target.num_ranks > 1 and settings.timeout_s < needed_s:
         raise ConfigError(
-            f"--timeout: the service has {target.num_ranks} ranks, and a call that runs past its deadline on one of "
-            f"them ends it: at least warm-up, duration and drain, {needed_s:g} s"
+            f"--timeout: must be at least {needed_s:g} s, the sum of warm-up, duration and drain: the service has "
+            f"{target.num_ranks} ranks, and a call that exceeds its deadline on only one of them ends the service"
         )
 
 
@@ -212,7 +212,7 @@ def _step_figures(
         "warnings": warnings,
         "overrun": sending.overrun,
         "sustained": sustained,
-        "testers_limit": not sustained and analysis.is_testers_limit(recorder.lag.mean_s, latency.mean_s),
+        "testers_limit": not sustained and analysis.is_generator_limit(recorder.lag.mean_s, latency.mean_s),
         "timeline": recorder.timeline(),
         "curve": latency.curve() if latency.count else [],
         "histogram": latency.encoded(),

@@ -31,9 +31,9 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """An objective and its measured figure in a step. `measured` is None where no call ended, or, for a latency,
-    where none was answered; `met` is then False."""
+class ObjectiveResult:
+    """An objective and its measured value in a step. `measured` is None if no call ended or, for a latency, if no call
+    was answered; `met` is then False."""
 
     objective: Objective
     measured: float | None
@@ -56,15 +56,15 @@ def parse(text: str) -> list[Objective]:
     return [_objective(part.strip()) for part in text.split(",") if part.strip()]
 
 
-def judge(objectives: list[Objective], step: dict[str, Any], percentile_s: Any) -> list[Judgement]:
-    """Compares the figures of a step with each objective; returns one Judgement per objective, in order.
+def judge(objectives: list[Objective], step: dict[str, Any], percentile_s: Any) -> list[ObjectiveResult]:
+    """Compares the figures of a step with each objective; returns one ObjectiveResult per objective, in order.
 
     Args:
         objectives: The objectives.
         step: Figures of the step, as in the JSON result.
         percentile_s: Function from a percentage to that percentile of the latency in seconds.
     """
-    return [Judgement(objective, _measured(objective, step, percentile_s)) for objective in objectives]
+    return [ObjectiveResult(objective, _measured(objective, step, percentile_s)) for objective in objectives]
 
 
 def _objective(text: str) -> Objective:

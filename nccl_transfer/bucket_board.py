@@ -114,7 +114,8 @@ class BucketBoard:
         )
 
     async def _begun(self, transfer_id: str) -> Offer:
-        """Waits until a transfer has begun here; returns its offer. One that nobody waits for is forgotten."""
+        """Waits until a transfer has begun on this rank; returns its offer. Removes the entry of a transfer that has
+        not begun once no receiver waits for it."""
         with self._lock:
             begun = self._offers.setdefault(transfer_id, Future())
             self._waiters[transfer_id] = self._waiters.get(transfer_id, 0) + 1

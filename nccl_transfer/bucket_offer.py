@@ -30,13 +30,13 @@ CHECK_S = 0.1
 class Offer:
     """The buckets of one transfer on its source. Thread-safe. Receivers have access to it by `BucketBoard.opened`.
 
-    One thread, the sender's, offers the buckets and waits for their readers. While it waits, it packs those that lie in
-    place for receivers that cannot read there.
+    The sender's thread offers the buckets and waits until they are read. While it waits, it packs buckets that were
+    offered in place for receivers that cannot read them in place.
 
     Args:
         transfer_id: Id of the transfer.
         store: Store that holds packed buckets while they are read.
-        lease: Lease of these.
+        lease: Lease of the packed buckets.
         buckets: All buckets of this rank, in order.
         pack: Writes a bucket to memory, and returns its checksums.
         name_of: Returns the name of a receiver, for messages, by its index in the transfer.
@@ -68,7 +68,7 @@ class Offer:
         self._read_before = {receiver: 0 for bucket in buckets for receiver in bucket.destinations}
         self._able: set[int] = set()
         self._unable: set[int] = set()
-        """Receivers that have read a bucket in place, and those that have said that they cannot."""
+        """Receivers that have read a bucket in place, and receivers that have reported that they cannot."""
         self._ended: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -77,27 +77,29 @@ class Offer:
 
         Raises:
             DeadlineExceeded: The message names a bucket that was not read, and the receivers that have not read it.
-            OutOfSpace: A bucket in place does not fit into the arena, where a receiver needs it.
+            OutOfSpace: A receiver cannot read a bucket in place, and the packed bucket does not fit into the arena.
         """
         self._wait(lambda: not self._held)
 
     def may_be_in_place(self, number: int) -> bool:
-        """Returns whether no receiver of a bucket has said that it cannot read in place."""
+        """Returns False if a receiver of the bucket has reported that it cannot read in place, else True."""
         with self._changed:
             return self._unable.isdisjoint(self._buckets[number].destinations)
 
     def place(self, number: int, placed: pb.BucketInPlace) -> None:
-        """Gives the next bucket to the receivers that wait for it, in place: its values must not change until it has
+        """Offers the next bucket in place to the receivers that wait for it. Its values must not change until it has
         been read or `end` was called."""
         with self._changed:
             self._held[number] = None
             self._offered[number].set_result(placed)
 
     def pack(self, number: int) -> None:
-        """Packs the next bucket, and gives it to the receivers that wait for it. Blocks while BUCKETS_AHEAD that were
-        packed are held, or others are and it does not fit into the arena. Receivers read in order, so a later bucket
-        could keep the arena full for ever if an earlier one in place had to be packed after it: this also blocks until
-        each receiver of an earlier one has read a bucket in place, or else these have been packed for it.
+        """Packs the next bucket and offers it to the receivers that wait for it.
+
+        Blocks while BUCKETS_AHEAD packed buckets are held, or while the bucket does not fit into the arena beside the
+        packed buckets there. Also blocks while an earlier bucket in place may still have to be packed, that is, until
+        each of its receivers has read some bucket in place, or the bucket has been packed for it: receivers read in
+        order, so packing the later bucket first could fill the arena and cause a deadlock.
 
         Raises:
             OutOfSpace: The bucket does not fit into the arena.
@@ -139,15 +141,15 @@ class Offer:
             self._changed.notify_all()
 
     def bucket(self, receiver: int, number: int, *, packed: bool) -> Future[Place]:
-        """Returns a future of a bucket's place, which fails where the transfer does.
+        """Returns a future of a bucket's place. The future fails if the transfer fails.
 
         Args:
             receiver: Index of the receiver.
             number: Number of the bucket.
-            packed: Whether the receiver cannot read in place: the sender packs a bucket that was offered so.
+            packed: Whether the receiver cannot read in place, so that the sender packs a bucket offered in place.
 
         Raises:
-            InvalidRequest: The bucket is none of this receiver's, or it has read it.
+            InvalidRequest: The bucket is not for this receiver, or the receiver has read it already.
         """
         with self._changed:
             if self._ended is not None:
@@ -166,8 +168,7 @@ class Offer:
             return self._repacked.setdefault(number, Future())
 
     def following(self, receiver: int, number: int) -> list[pb.BucketInPlace]:
-        """Returns the buckets of a receiver after bucket `number` that were offered in place, up to the first that was
-        not."""
+        """Returns the consecutive buckets of a receiver after bucket `number` that were offered in place."""
         found: list[pb.BucketInPlace] = []
         with self._changed:
             for bucket in self._buckets[number + 1 :]:
@@ -213,8 +214,8 @@ class Offer:
             offered.set_result(shard)
 
     def _wait(self, is_over: Callable[[], bool], *, repack: bool = True) -> None:
-        """Blocks until `is_over`, which is called with the lock held. Packs buckets meanwhile that receivers cannot
-        read in place, unless `repack` is False."""
+        """Blocks until `is_over`, which is called with the lock held, returns True. Unless `repack` is False, packs
+        buckets meanwhile that receivers cannot read in place."""
         while True:
             with self._changed:
                 wanted = self._to_repack() if repack else []
@@ -233,8 +234,9 @@ class Offer:
                 self._fill(number, future)
 
     def _to_repack(self) -> list[tuple[int, Future[Place]]]:
-        """Returns the buckets in place that were asked for in a shard, in order, and those before them that will be: if
-        they came later, there might be no room for them. The caller holds the lock."""
+        """Returns the buckets in place that have to be packed, in order: those that receivers have requested packed,
+        and earlier ones that will be requested, since later buckets could leave no space for them in the arena. The
+        caller holds the lock."""
         asked = [number for number, shard in self._held.items() if shard is None and number in self._repacked]
         first = (number for number in sorted(self._held) if number <= max(asked, default=-1))
         return [
@@ -244,13 +246,13 @@ class Offer:
         ]
 
     def _needs_repack(self, number: int) -> bool:
-        """Returns whether a bucket that is held lies in place, and a receiver has yet to read it that cannot do so
-        there. The caller holds the lock."""
+        """Returns whether a held bucket is in place and unread by a receiver that cannot read in place. The caller
+        holds the lock."""
         return self._held[number] is None and not self._unable.isdisjoint(self._unread_by(number))
 
     def _may_need_repack(self, number: int) -> bool:
-        """Returns whether a bucket that is held lies in place, and it is not known of all receivers that have yet to
-        read it that they can do so there. The caller holds the lock."""
+        """Returns whether a held bucket is in place and unread by a receiver that is not known to be able to read in
+        place. The caller holds the lock."""
         return self._held[number] is None and not self._able.issuperset(self._unread_by(number))
 
     def _num_in_arena(self) -> int:

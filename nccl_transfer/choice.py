@@ -14,7 +14,7 @@ from nccl_transfer.transports.base import HOST_TO_HOST, Route
 from rlhf.errors import AttachFailed, TransferError
 
 REMEMBERED_SOURCES = 4096
-"""Most sources of which failed set-ups are remembered; beyond it the oldest is forgotten, and tried again."""
+"""Maximum number of sources whose failed set-ups are remembered; above it the oldest is removed and tried again."""
 
 
 T = TypeVar("T")
@@ -48,9 +48,8 @@ class ReaderChoice:
         self, source: Endpoint, route: Route, read: Callable[[Reader], T], otherwise: str = ""
     ) -> tuple[str, T]:
         """Reads from one rank by a route; returns the name of the transport and the result of `read`, which is called
-        with its reader. Where a transport cannot be set up with the source and another one reaches it, that is logged,
-        and the first is not tried with this source again; so it is where none does and the caller has another way,
-        `otherwise`.
+        with its reader. If a transport cannot be set up with the source, and another transport or the caller's fallback
+        `otherwise` can be used, the failure is logged, and the transport is not tried with this source again.
 
         Raises:
             NoTransport: No transport reaches the source; the message gives the reason of each. Other errors as raised

@@ -140,7 +140,7 @@ class Fetcher:
         """Checks the adverts of an endpoint that a client has passed on; those that no reader here uses are ignored.
 
         Raises:
-            ValueError: An advert is none that its transport has; the text names the transport and says why.
+            ValueError: An advert is invalid for its transport; the message names the transport and the reason.
         """
         self._choice.check_adverts(adverts)
 
@@ -156,8 +156,8 @@ class Fetcher:
         return self._board
 
     def forget(self, source: Endpoint) -> None:
-        """Closes what is kept open to a rank whose rows no call names any more. Returns at once; a fetch from it that
-        is under way over tcp or grpc ends with Refused, and a later one connects again."""
+        """Closes connections and mappings to a rank whose rows no call can refer to any longer. Returns at once; a
+        running fetch from it over tcp or grpc ends with Refused, and a later fetch connects again."""
         self._choice.forget(source)
         self._taker.forget(source)
         self._spiller.forget(source)

@@ -63,7 +63,7 @@ class ProcessMemory:
             self.read(Runs(np.array([self.nonce_address], np.uint64), NONCE_BYTES), 0, NONCE_BYTES, found)
         except OSError as error:
             return f"process {self.pid}: {error.strerror}"
-        return None if found.tobytes() == self.nonce else f"process {self.pid} is another one here"
+        return None if found.tobytes() == self.nonce else f"process {self.pid} of this host is not the source"
 
     def read(self, runs: Runs, start: int, stop: int, target: np.ndarray) -> None:
         """Copies bytes `start` to `stop` of runs to `target`, a contiguous array of as many bytes. Other threads run

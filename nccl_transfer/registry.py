@@ -23,13 +23,13 @@ FIRST: Mapping[str, Transport] = {
     transport.name: transport for transport in (MEMORY, CudaIpcTransport(), NcclTransport())
 }
 LAST: Mapping[str, Transport] = {transport.name: transport for transport in (TcpTransport(), GrpcTransport())}
-"""Transports that reach every rank, and so are preferred to none."""
+"""Transports that reach every rank; they come last in the order of preference."""
 BUILT_IN = {**FIRST, **LAST}
 
 
 def names() -> list[str]:
-    """Returns the names of all known transports, unavailable ones included, in order of preference: those of packages
-    before those that reach every rank."""
+    """Returns the names of all known transports, including unavailable ones, in order of preference. Transports of
+    installed packages come before those in LAST."""
     plug_ins = [name for name in plugin_names(GROUP) if name not in BUILT_IN]
     return [*FIRST, *plug_ins, *LAST]
 

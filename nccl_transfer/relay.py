@@ -232,7 +232,7 @@ class RelayTaker:
         return self._memory.read(relay.reader, pieces, deadline)
 
     def forget(self, reader: Endpoint) -> None:
-        """Closes what is kept open to a rank that no call names any more; as `Reader.forget`."""
+        """Closes connections and mappings to a rank that no call can refer to any longer; as `Reader.forget`."""
         self._channels.forget(reader.address)
         self._memory.forget(reader)
 

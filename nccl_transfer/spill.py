@@ -53,7 +53,7 @@ class Spiller:
         return [replace(r, shard=by_id[r.shard.id]) if r.shard.space is Space.DEVICE else r for r in ranges]
 
     def forget(self, source: Endpoint) -> None:
-        """Closes what is kept open to a rank that no call names any more; as `Reader.forget`."""
+        """Closes the connection to a rank that no call can refer to any longer; as `Reader.forget`."""
         self._channels.forget(source.address)
 
     def close(self) -> None:

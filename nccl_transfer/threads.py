@@ -1,4 +1,4 @@
-"""Threads on which jobs run in parallel, of which none waits for another one's."""
+"""Pool of threads on which independent jobs run in parallel."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class LoraTable(Strict):
     def _check_dropout(cls, dropout: float) -> float:
         if dropout:
             raise ValueError(
-                f"{dropout:g} would have another policy learn than the one that generates; only 0"
+                f"{dropout:g} is not allowed, only 0: the trained policy would differ from the one that generates"
             )
         return dropout
 
@@ -42,7 +42,7 @@ class LoraTable(Strict):
     @classmethod
     def _check_targets(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not targets:
-            raise ValueError("there have to be layers that learn")
+            raise ValueError("must name at least one layer")
         return targets
 
 

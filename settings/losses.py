@@ -134,7 +134,7 @@ class PolicyLossTable(LossTable):
 
     @property
     def adds_up_by_rows(self) -> bool:
-        """Whether the share of a row in the loss depends on no more of other rows than their number."""
+        """Whether a row's share of the loss depends on the other rows only through their number."""
         return self.aggregation != "token-mean" and not self.pretrain_coefficient
 
     @field_validator("surrogate")

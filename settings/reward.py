@@ -93,14 +93,16 @@ class JudgeTable(Strict):
     @classmethod
     def _check_url(cls, url: str) -> str:
         if url and not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is no http:// or https:// address")
+            raise ValueError(f"{url!r} is not an http:// or https:// address")
         return url
 
     @field_validator("rubric")
     @classmethod
     def _check_rubric(cls, rubric: str) -> str:
         if "{response}" not in rubric:
-            raise ValueError("the rubric has no {response}, so the judge would not see what it judges")
+            raise ValueError(
+                "the rubric lacks the placeholder {response}, so the judge would not see the response"
+            )
         return rubric
 
     @field_validator("verdict_pattern")
@@ -109,9 +111,11 @@ class JudgeTable(Strict):
         try:
             groups = re.compile(pattern).groups
         except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
         if groups != 1:
-            raise ValueError(f"{pattern!r} has {groups} groups; the one is the score")
+            raise ValueError(
+                f"{pattern!r} has {groups} groups; exactly one is allowed, which matches the score"
+            )
         return pattern
 
 

@@ -40,7 +40,7 @@ class RolloutServiceTable(GeneratingTable):
     @model_validator(mode="after")
     def _check_mesh(self) -> Self:
         if not self.generates:
-            raise ValueError("rollout_engine: none generates no responses, and a rollout service has to")
+            raise ValueError("rollout_engine: none is not allowed: a rollout service generates responses")
         if self.mesh:
             meshes.check(self.mesh, self.ranks)
         self.check_generation_fits(self.mesh, "")

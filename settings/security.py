@@ -15,8 +15,8 @@ from rlhf.security import Certificates, Security, adopt
 from settings.strict import Strict, override, read_toml, validate
 
 TOKEN_FILE = "RLHF_TOKEN_FILE"
-"""Environment variable with the path of the token that this process sends to all servers as a client; not set: that of
-the table's which the calls to a server need."""
+"""Environment variable with the path of the token that this process sends to all servers as a client. If it is not
+set, the process sends the token of the security table that its calls to a server require."""
 SECURITY_FILE = "RLHF_SECURITY"
 """Environment variable with the value of the option --security."""
 TOKEN = re.compile(r"[!-~]{16,4096}")

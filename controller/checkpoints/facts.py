@@ -67,8 +67,8 @@ ELSEWHERE = frozenset(
         "zero",
     }
 )
-"""Keys of a service's table that may also differ where the run is resumed elsewhere: they change the order of
-arithmetic alone. How long rows may be follows from some of them, and is compared by itself (`limits`)."""
+"""Keys of a service's table that may also differ with --elsewhere: they change only the order of floating-point
+operations. Some of them limit the length of rows, which is compared separately (`limits`)."""
 _DTYPE = re.compile(r"services\.[^.]+\.dtype")
 _NUMBER = re.compile(r"\.\d+\.")
 
@@ -93,7 +93,7 @@ def contents_of(
 
 
 def platform_of(services: Mapping[str, worker_pb2.DescribeResponse]) -> dict[str, dict[str, Any]]:
-    """Returns the figures of each service, by name, that the bits of its results depend on beside its config."""
+    """Returns the properties of each service, by name, that determine its results bitwise, apart from its config."""
     return {
         name: {
             "ranks": len(said.ranks),
@@ -114,12 +114,12 @@ def platform_of(services: Mapping[str, worker_pb2.DescribeResponse]) -> dict[str
 
 
 def check_config(before: Mapping[str, Any], now: Mapping[str, Any], *, elsewhere: bool) -> None:
-    """Checks that the config of a resumed run differs only in keys that may.
+    """Checks that the config of a resumed run differs only in allowed keys.
 
     Args:
         before, now: Tables of the config of the checkpoint, and of the resumed run, all defaults included.
-        elsewhere: Whether keys of `ELSEWHERE` may differ, and `dtype` where it is "auto" in one of both:
-            `check_dtypes` compares what it stands for.
+        elsewhere: Whether keys of `ELSEWHERE` may differ, and also `dtype` if it is "auto" in one of the two configs;
+            `check_dtypes` compares the resolved types.
 
     Raises:
         ConfigError: Further keys differ; the text names them with both values.
@@ -132,14 +132,14 @@ def check_config(before: Mapping[str, Any], now: Mapping[str, Any], *, elsewhere
     ]
     if found:
         raise ConfigError(
-            f"{_listed(found)}. A resumed run may have other {', '.join(sorted(MAY_DIFFER))}, and other places of its "
-            f"services{_hint(elsewhere, found)}"
+            f"{_listed(found)}. A resumed run may change only {', '.join(sorted(MAY_DIFFER))}, and where its services "
+            f"run{_hint(elsewhere, found)}"
         )
 
 
 def check_contents(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Checks that data, tokenizer and models have the fingerprints that they had. A model that one of both could not
-    read passes.
+    """Checks that data, tokenizer and models still have the fingerprints of the checkpoint. A model that was not
+    readable for one of the two runs passes.
 
     Raises:
         ConfigError: The contents of a key differ; the text names the keys.
@@ -147,13 +147,13 @@ def check_contents(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     changed = [key for key, there, here in differences(dict(before), dict(now)) if there and here]
     if changed:
         raise ConfigError(
-            f"{', '.join(changed)}: the contents are not those that the run was trained on; a position in them would "
-            "mean other rows, or other weights"
+            f"{', '.join(changed)}: the contents differ from those that the run was trained on, so its position would "
+            "refer to other rows or weights"
         )
 
 
 def check_platform(before: Mapping[str, Any], now: Mapping[str, Any], *, elsewhere: bool) -> None:
-    """Checks that the services compute as those of the checkpoint did.
+    """Checks that the services have the same platform as those of the checkpoint.
 
     Args:
         before, now: Platforms as `platform_of` returns them.
@@ -169,13 +169,13 @@ def check_platform(before: Mapping[str, Any], now: Mapping[str, Any], *, elsewhe
     ]
     if found:
         raise ConfigError(
-            f"{_listed(found)}{'' if elsewhere else '. Results would not be the same bit by bit'}"
+            f"{_listed(found)}{'' if elsewhere else '. Results would not be bitwise equal'}"
             f"{_hint(elsewhere, found)}"
         )
 
 
 def check_dtypes(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Checks that the models of a resumed run are computed in the types of before.
+    """Checks that the models of a resumed run compute in the same element types as before.
 
     Args:
         before, now: Types as `dtypes_of` returns them.
@@ -186,7 +186,7 @@ def check_dtypes(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     found = [(f"services.{name}.dtype", there, now[name]) for name, there in before.items() if name in now]
     if found := [each for each in found if each[1] != each[2]]:
         keeping = " ".join(f"--set {key}={there}" for key, there, _ in found)
-        raise ConfigError(f'{_listed(found)}; "auto" follows the device. To go on as before: {keeping}')
+        raise ConfigError(f'{_listed(found)}; "auto" depends on the device. To keep the types: {keeping}')
 
 
 def dtypes_of(dtypes: Mapping[str, str], platform: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

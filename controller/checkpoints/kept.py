@@ -1,7 +1,7 @@
-"""State that algorithms change from step to step, as JSON values and back.
+"""Converts the state of algorithms to JSON values and back.
 
-Restoring fills the dataclass that the algorithm has made anew, so a checkpoint names no types, and nothing in it is
-executed.
+Restoring sets the fields of a dataclass that the algorithm has constructed, so a checkpoint contains no type names and
+no code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KeptState:
         """Registers a dataclass; gives its fields the values that `restore` was given for this name, in place.
 
         Raises:
-            ConfigError: `restore` was called, and has no or other fields for this name.
+            ConfigError: `restore` was called with no state of this name, or with other fields.
         """
         self.states[name] = state
         if self._stored is not None:
@@ -47,14 +47,15 @@ class KeptState:
         return {name: fields_of(state, name) for name, state in self.states.items()}
 
     def restore(self, stored: Mapping[str, Any]) -> None:
-        """Takes the fields that `state` returned, for the dataclasses that are added from now on."""
+        """Stores the fields that `state` returned; `add` restores them."""
         self._stored = dict(stored)
 
     def check_complete(self) -> None:
-        """Raises ConfigError where a state that `restore` was given was never added."""
+        """Raises ConfigError if the algorithm has not added a state that was passed to `restore`."""
         if missing := sorted((self._stored or {}).keys() - self.states.keys()):
             raise ConfigError(
-                f"the checkpoint has a state {missing[0]!r}, which the algorithm does not keep: it is another one"
+                f"the checkpoint has a state {missing[0]!r}, which this algorithm does not keep; it was written by "
+                "another algorithm"
             )
 
 

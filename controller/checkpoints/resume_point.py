@@ -126,7 +126,7 @@ class ResumePoint:
         """Raises ConfigError where the run has another journal or newest checkpoint by now, from another controller. To
         be called by the process that holds the run directory."""
         store = CheckpointStore(self.run_dir)
-        # A host that has cached the directory of another one, as over NFS, reads it anew after a change of its own.
+        # Creating a file invalidates this host's cache of the directory, which another host may have changed over NFS.
         with writing(store.path, "a temporary file"), tempfile.NamedTemporaryFile(dir=store.path, prefix="."):
             pass
         if self.commit is None:

@@ -86,8 +86,8 @@ class Checkpointer:
         is_last: bool,
         is_cut: bool = True,
     ) -> None:
-        """Writes the journal, and begins the checkpoint of a step if it is due or SIGTERM has come; the next steps may
-        run while that is written. No call may be under way that changes a service.
+        """Writes the journal, and begins the checkpoint of a step if it is due or SIGTERM was received. Later steps may
+        run while the checkpoint is written. No call that changes a service may be running.
 
         Args:
             step: Number of the step.

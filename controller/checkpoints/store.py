@@ -115,7 +115,7 @@ class CheckpointStore:
             RlhfError: A file of `written` is not there, writing failed, or another process has taken over the run
                 directory; earlier checkpoints are as before.
         """
-        # Its new owner removes what others have begun, so before the first look at it too.
+        # Checked before the first access too, since a new owner of the directory removes partial checkpoints.
         self._ownership.check()
         partial, place = self.partial(step), self.place(step)
         write_atomically(partial / CONTROLLER, state)

@@ -24,8 +24,8 @@ Services = Mapping[str, ServiceTable]
 
 
 def check_pools(services: Services, pools: Mapping[str, Sequence[str]]) -> None:
-    """Raises ValueError where the names of a pool's devices are none (`check_names`), and where a service names a pool
-    that does not exist, or that has fewer devices than the service has ranks. A service need not name a pool."""
+    """Raises ValueError if device names of a pool are invalid (`check_names`), or if a service names a pool that does
+    not exist or has fewer devices than the service has ranks. A service need not name a pool."""
     for pool, devices in pools.items():
         check_names(f"pools.{pool}", devices)
     for name, table in services.items():
@@ -57,7 +57,7 @@ def check_turns(devices: Mapping[str, Set[str]], services: Services) -> None:
 
 
 def check_rewards(services: Services, rewards: Mapping[str, Mapping[str, float]]) -> None:
-    """Raises ValueError where a table of `[rewards]` has no service, or the name of a service."""
+    """Raises ValueError if a table of `[rewards]` lists no service, or has the name of a service."""
     for name, weights in rewards.items():
         if not weights:
             raise ValueError(f"rewards.{name} has no services")
@@ -66,8 +66,8 @@ def check_rewards(services: Services, rewards: Mapping[str, Mapping[str, float]]
 
 
 def check_values(services: Services) -> None:
-    """Raises ValueError where the weights of a service of role values are those of no critic, or of one that another
-    such service computes for."""
+    """Raises ValueError if `weights_of` of a service of role values does not name a critic, or names the critic of
+    another service of role values."""
     critics = [name for name, table in services.items() if isinstance(table, CriticTable)]
     seen: dict[str, str] = {}
     for name, table in services.items():
@@ -166,19 +166,23 @@ def check_drift(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
 
 
 def check_generation(services: Services, generators: Mapping[str, str]) -> None:
-    """Raises ValueError where an actor generates nothing and no service generates its responses. `generators`: service
-    that generates them, by actor."""
+    """Raises ValueError if an actor has no rollout engine and no service generates its responses.
+
+    Args:
+        services: Tables of the services, by name.
+        generators: Name of the service that generates an actor's responses, by name of the actor.
+    """
     for name, table in services.items():
         if isinstance(table, ActorTable) and not table.generates and name not in generators:
             raise ValueError(
-                f"services.{name}.rollout_engine: none is for an actor whose responses a service named rollout, of "
-                "role rollout, generates; the config has none"
+                f"services.{name}.rollout_engine: none requires a service named rollout, of role rollout, which "
+                "generates the actor's responses; the config has no such service"
             )
 
 
 def check_sampling(rollout: RolloutTable, services: Services) -> None:
-    """Raises ValueError where a service cannot sample at `rollout.temperature`, or one of its limits on a row leaves no
-    room for a prompt beside a response of maximum length."""
+    """Raises ValueError if a service cannot sample at `rollout.temperature`, or if one of its limits on the length of a
+    row is too low for a prompt and a response of maximum length."""
     for name, table in services.items():
         lowest, highest = table.temperatures
         if not lowest <= rollout.temperature <= highest:

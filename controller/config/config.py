@@ -125,13 +125,13 @@ class Config(Strict):
         return frozenset(self.device_order(service))
 
     def rank_devices(self, service: str) -> frozenset[str]:
-        """Returns the names of the devices that the ranks of a service take, of those that it runs on: a pool may have
-        more."""
+        """Returns the names of the devices that the ranks of a service use, one per rank. A pool may have more
+        devices."""
         return frozenset(self.device_order(service)[: self.services[service].ranks])
 
     def device_order(self, service: str) -> tuple[str, ...]:
-        """Returns the names of the devices that a service runs on, of which rank r takes number r: those of its pool,
-        or "SERVICE/RANK" for each rank where it has no pool; or those of `placement`."""
+        """Returns the names of the devices of a service in rank order: rank r uses device r. They are the devices of
+        its pool, or "SERVICE/RANK" for each rank if it has no pool, or the devices that `placement` assigns."""
         table = self.services[service]
         if self.placement and not table.external:
             return placements.devices_of(self.placement, self.devices, self.services)[service]

@@ -33,8 +33,8 @@ def gpu_of(device: str) -> Gpu | None:
 
 
 def check_names(key: str, devices: Sequence[str]) -> None:
-    """Raises ValueError where a device of `key`, a pool or `devices`, is named twice, where a name is almost that of a
-    GPU, or where some are names of GPUs and others are not."""
+    """Raises ValueError if the devices of `key`, a pool or `devices`, contain duplicates, a misspelled name of a GPU,
+    or both GPUs and other devices."""
     if len(set(devices)) < len(devices):
         raise ValueError(f"{key}: a device is named twice (given: {', '.join(devices)})")
     for device in devices:
@@ -42,14 +42,14 @@ def check_names(key: str, devices: Sequence[str]) -> None:
         if almost and not gpu_of(device):
             number = int(almost["number"])
             raise ValueError(
-                f"{key}: {device!r} is no name of a GPU; gpu:{number} is number {number} of its host, and "
-                f"HOST/gpu:{number} where pools have GPUs of several hosts"
+                f"{key}: {device!r} is not a valid name of a GPU; use gpu:{number} for GPU {number} of the host, or "
+                f"HOST/gpu:{number} if pools contain GPUs of several hosts"
             )
     gpus = [device for device in devices if gpu_of(device)]
     others = [device for device in devices if not gpu_of(device)]
     if gpus and others:
         raise ValueError(
-            f"{key}: {gpus[0]!r} is a GPU and {others[0]!r} is none; name all of them as GPUs, or none"
+            f"{key}: {gpus[0]!r} is the name of a GPU and {others[0]!r} is not; either all devices or none must be GPUs"
         )
 
 

@@ -119,7 +119,7 @@ class Loader:
             for each, size in zip(state.positions, state.sizes, strict=True)
         )
         if not fits:
-            raise ConfigError(f"data: {state} is no position in sources of {self._state.sizes} rows")
+            raise ConfigError(f"data: {state} is not a valid position in sources of {self._state.sizes} rows")
         self._state = state
 
     def _take_from(

@@ -27,13 +27,14 @@ START = {
 RATES = ("efficiency", "memory_efficiency", "link_gb")
 """The constants that are rates: times are inversely proportional to them, and proportional to the others."""
 WEIGHT_OF_TABLE = 0.005
-"""Weight of a constant's distance from its value in the table, as a ratio, beside that of a call's deviation."""
+"""Weight of the relative deviation of a constant from its value in the table; a call's deviation has weight 1."""
 ROUNDS, SWEEPS, LEAST = 40, 100, 1e-3
-"""Linearizations, sweeps of the descent in each, and the least ratio of a constant's part to that of the table."""
+"""Number of linearizations, descent sweeps per linearization, and the smallest ratio of a constant's part to that of
+the table."""
 STARTS = (0.1, 1.0, 10.0)
-"""Ratios of the seconds of matrix products to those of the table, from which descents begin."""
-TELLING = 0.05
-"""Least change of predictions by which calls tell of a constant."""
+"""Starting points of the descents: ratios of the time of matrix products to that of the table."""
+MIN_EFFECT = 0.05
+"""Smallest change of the predictions for which the timed calls determine a constant."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +89,15 @@ def calibrate(group: DeviceGroup, calls: Sequence[ProbedCall]) -> Calibration:
         tried = replace(group, table=_scaled(group.table, names, parts))
         return np.array([call.predicted_s(tried) / call.seconds for call in calls])
 
-    # Where the larger of two terms is another one than at the end, a descent may stay there.
+    # The maximum of two terms makes the loss non-convex, so a descent may end in a local minimum.
     ends = [
         _descended(ratios, np.where(np.array(names) == "efficiency", start, pull), pull) for start in STARTS
     ]
     parts = min(ends, key=lambda each: _loss(ratios(each), each, pull))
-    is_told = [_tells(ratios, parts, number) for number in range(len(names))]
-    table = _scaled(group.table, names, np.where(is_told, parts, pull))
+    have_effect = [_has_effect(ratios, parts, number) for number in range(len(names))]
+    table = _scaled(group.table, names, np.where(have_effect, parts, pull))
     return Calibration(
-        _within_peaks(table), tuple(name for name, told in zip(names, is_told, strict=True) if told)
+        _within_peaks(table), tuple(name for name, is_fit in zip(names, have_effect, strict=True) if is_fit)
     )
 
 
@@ -104,11 +105,11 @@ def _loss(ratios: np.ndarray, parts: np.ndarray, pull: np.ndarray) -> float:
     return float(np.square(ratios - 1).sum() + WEIGHT_OF_TABLE**2 * np.square(parts - pull).sum())
 
 
-def _tells(ratios: Callable[[np.ndarray], np.ndarray], parts: np.ndarray, number: int) -> bool:
-    """Returns whether the calls depend on a constant: by 5 % where it takes half as long again."""
+def _has_effect(ratios: Callable[[np.ndarray], np.ndarray], parts: np.ndarray, number: int) -> bool:
+    """Returns whether the predictions change by more than `MIN_EFFECT` if a constant's part grows by half."""
     more = parts.copy()
     more[number] = 1.5 * max(parts[number], 1.0)
-    return float(np.square(ratios(more) - ratios(parts)).sum()) > TELLING**2
+    return float(np.square(ratios(more) - ratios(parts)).sum()) > MIN_EFFECT**2
 
 
 def _descended(ratios: Callable[[np.ndarray], np.ndarray], start: np.ndarray, pull: np.ndarray) -> np.ndarray:

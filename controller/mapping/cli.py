@@ -42,13 +42,13 @@ NOTHING_FITS, USAGE_ERROR = 1, 2
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A config and its problem.
+class MappingRequest:
+    """Config and mapping problem that a command was given.
 
     Attributes:
         config: The config.
         configured: Its models, in the layouts that it describes.
-        problem: The problem, whose models are in the engines that the search chooses meshes for.
+        problem: The problem. Its models use the engines for which the search chooses meshes.
     """
 
     config: Config
@@ -60,9 +60,9 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _CONFIGURED: tuple[Decorator, ...] = (
     click.argument("config_path", metavar="CONFIG", type=click.Path(path_type=Path)),
-    click.option("--algo", default="ppo", show_default=True, help="Algorithm, as of rlhf-controller."),
+    click.option("--algo", default="ppo", show_default=True, help="Algorithm, as for rlhf-controller."),
     click.option(
-        "--per-machine", default=8, show_default=True, type=click.IntRange(1), help="Devices of one."
+        "--per-machine", default=8, show_default=True, type=click.IntRange(1), help="Devices per machine."
     ),
     click.option("--table", type=click.Path(path_type=Path), help="TOML file with further devices."),
     click.option(
@@ -71,8 +71,8 @@ _CONFIGURED: tuple[Decorator, ...] = (
 )
 _COMMON: tuple[Decorator, ...] = (
     *_CONFIGURED,
-    click.option("--prompts", metavar="LENGTHS", help="Tokens of prompts: N, or N:WEIGHT,N:WEIGHT."),
-    click.option("--responses", metavar="LENGTHS", help="The same of responses."),
+    click.option("--prompts", metavar="LENGTHS", help="Tokens per prompt: N, or N:WEIGHT,N:WEIGHT."),
+    click.option("--responses", metavar="LENGTHS", help="Tokens per response, in the same form."),
 )
 _SEARCHED: tuple[Decorator, ...] = (
     *_COMMON,
@@ -82,7 +82,7 @@ _SEARCHED: tuple[Decorator, ...] = (
     ),
     click.option(
         "--ahead", default=0, show_default=True, type=click.IntRange(0),
-        help="Steps by which generation may be ahead of updates.",
+        help="Number of steps that generation may run ahead of updates.",
     ),
 )  # fmt: skip
 
@@ -112,17 +112,17 @@ def main() -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the config with the plan here.")
 @click.option("--timeline", type=click.Path(path_type=Path), help="Write a picture of one step here (HTML).")
 def find(output: Path | None, timeline: Path | None, **given: Any) -> None:
-    """Find the fastest plan for CONFIG, whose services, rows and algorithm it takes; pools and meshes are chosen."""
+    """Find the fastest plan for the services, rows and algorithm of CONFIG. Chooses pools and meshes."""
     with _errors_shown():
-        asked = _asked(**given)
-        problem = asked.problem
+        request = _request(**given)
+        problem = request.problem
         plan = find_plan(problem)
         if plan is None:
             raise _DoesNotFit(why_nothing_fits(problem))
         console = _console()
         console.print(plan_table(problem, plan))
         click.echo(summary(problem, plan))
-        for name, why in asked.configured.left_out.items():
+        for name, why in request.configured.left_out.items():
             click.echo(f"{name} is not placed: {why}")
         others = {"found": plan, **named_plans(problem)}
         console.print(placements_table(problem, others))
@@ -139,10 +139,10 @@ def explain(**given: Any) -> None:
     """Say why the plan that CONFIG describes is slower than the fastest one, or what of it does not fit. All services
     are on devices of the first kind."""
     with _errors_shown():
-        asked = _asked(**given)
-        problem = asked.problem
-        described = replace(problem, models=asked.configured.models)
-        plan = described_plan(asked.config, described, problem.devices[0])
+        request = _request(**given)
+        problem = request.problem
+        described = replace(problem, models=request.configured.models)
+        plan = described_plan(request.config, described, problem.devices[0])
         _console().print(plan_table(described, plan))
         click.echo(summary(problem, plan))
         best = find_plan(problem)
@@ -239,7 +239,7 @@ def devices(table: Path | None) -> None:
             click.echo(f"{name}: {peak}, " + ", ".join(f"{key} {value:g}" for key, value in rates.items()))
 
 
-def _asked(
+def _request(
     config_path: Path,
     algo: str,
     kinds: tuple[str, ...],
@@ -249,7 +249,7 @@ def _asked(
     responses: str | None,
     ahead: int,
     settings: tuple[str, ...],
-) -> Asked:
+) -> MappingRequest:
     algorithm = algorithms.find_algorithm(algo)
     config = algorithm.configure(load(config_path, settings))
     more = read_devices(table) if table else {}
@@ -259,7 +259,7 @@ def _asked(
     workload = _workload(config, prompts, responses)
     configured = models_of(config, record_dataflow(algorithm, config))
     models = tuple(placeable(model) for model in configured.models)
-    return Asked(config, configured, Problem(models, workload, tuple(groups), ahead))
+    return MappingRequest(config, configured, Problem(models, workload, tuple(groups), ahead))
 
 
 def _workload(config: Config, prompts: str | None, responses: str | None) -> Workload:

@@ -61,7 +61,7 @@ def models_of(config: Config, dataflow: Sequence[Call]) -> ConfiguredModels:
             raise ConfigError(f"services.{name}: {error}") from None
         models.append(Model(name, use, calls, table.role == "critic"))
     if not models:
-        raise ConfigError("services: none of them has a model, so there is nothing to place")
+        raise ConfigError("services: no service has a model, so there is nothing to place")
     return ConfiguredModels(tuple(models), left_out)
 
 

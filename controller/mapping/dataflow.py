@@ -7,8 +7,8 @@ from typing import Literal
 
 Kind = Literal["generation", "inference", "training", "sync"]
 STAGES = ("generation", "preparation", "training", "weights")
-"""Stages of a step (HybridFlow, section 2): every call is in the one of its kind; inference is preparation. In the
-last, weights move to services that compute with those of another one."""
+"""Stages of a step (HybridFlow, section 2). The kind of a call determines its stage; inference belongs to preparation.
+In the last stage, weights are sent to the services that compute with the weights of another service."""
 SYNC = "sync_weights"
 """Method of the calls of a transfer of weights: one of the source, and one of each receiver."""
 

@@ -1,4 +1,4 @@
-"""Combinations of the layouts of colocated models, without those than which another is at least as good."""
+"""Pareto-optimal combinations of the layouts of colocated models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from controller.mapping.layouts import Option, costs_of
 from controller.mapping.pareto import not_dominated_rows
 
 GRAINS = 256
-"""Parts of a device's memory to which bytes are rounded down, so that few combinations are left."""
+"""Number of steps per device memory to which bytes are rounded down, so that fewer combinations remain."""
 Key = tuple[int, ...]
 """Kinds of the models of a set, ascending."""
 
@@ -21,9 +21,9 @@ class Front:
     """Combinations of layouts of a set of models.
 
     Attributes:
-        costs: [combinations, stages + 3] Seconds of each stage, and of preparation that is kept where steps overlap;
-            bytes between calls, and most bytes beyond. Or [..., stages + 1] seconds alone.
-        places: [combinations, models] int64 Numbers of the layouts among those of their models.
+        costs: [combinations, stages + 3] Seconds of each stage, and of preparation that stays if steps overlap; bytes
+            held between calls, and peak bytes above these. Or [..., stages + 1]: the seconds only.
+        places: [combinations, models] int64 Index of the layout of each model.
     """
 
     costs: np.ndarray
@@ -48,8 +48,8 @@ class _Table:
 class Fronts:
     """Combinations of layouts by set of models, kind of devices and number of devices.
 
-    Bytes are rounded down at first, so that a combination may not fit in truth, but none that fits is missing, and none
-    that is faster. `refine` makes those of one place exact.
+    Bytes are rounded down at first, so a combination may exceed the memory, but no combination that fits, and no
+    faster one, is missing. `refine` computes the exact bytes for one set of models.
 
     Args:
         capacities: Bytes of a device, by kind of devices.

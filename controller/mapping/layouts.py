@@ -325,8 +325,8 @@ class GeneratingMemory:
 
 
 def stages(use: ModelUse) -> list[int]:
-    """Returns the pipeline stages one of which needs the most memory: the first, with the most micro-batches in flight;
-    the second, with neighbours on both sides; and the last, with the head."""
+    """Returns the candidates for the pipeline stage with the highest memory: the first, with the most micro-batches in
+    flight; the second, with neighbours on both sides; and the last, with the head."""
     return sorted({0, min(1, use.mesh[0] - 1), use.mesh[0] - 1})
 
 

@@ -35,8 +35,8 @@ class LayoutTables:
         self._sizes: dict[tuple[int, int], list[int]] = {}
 
     def options(self, kind: int, devices: int, count: int) -> Sequence[Option]:
-        """Returns the layouts of a kind of model, of which none is dominated, on at most `count` devices of a kind,
-        with the alignment of a pool of `count`."""
+        """Returns the Pareto-optimal layouts of a kind of model on at most `count` devices of a kind, with the
+        alignment of a pool of `count` devices."""
         alignment = self._problem.devices[devices].alignment(count)
         return self._accumulated(kind, devices, alignment, count)
 
@@ -129,9 +129,10 @@ def best_plan(
 
 
 def named_plans(problem: Problem) -> dict[str, MappedPlan | None]:
-    """Returns the best plan of each placement that HybridFlow compares (section 8.3): all models on the same devices,
-    each on its own, and actor, rollout and reference beside all others; where there are models for it. And where
-    services receive weights, what learns beside all others."""
+    """Returns the best plan of each placement that HybridFlow compares (section 8.3), if the models allow it: all
+    models on the same devices; each model on its own devices; actor, rollout and reference on some devices and the
+    others on the rest. If services receive weights, also: models that learn on some devices and the others on the
+    rest."""
     names = [model.name for model in problem.models]
     numbers = range(len(names))
     first = tuple(i for i in numbers if names[i] in ("actor", "rollout", "reference"))

@@ -1,4 +1,4 @@
-"""Rows of costs of which none is dominated."""
+"""Pareto-optimal rows of a cost matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records the dataflow of an algorithm from one step of its text, executed on services that are made up."""
+"""Records the dataflow of an algorithm by executing one step of its code with placeholder services."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from settings.reward import RewardTable
 from settings.service import ServiceTable
 
 TOKENS = 2
-"""Tokens of a response that is made up."""
+"""Tokens of a placeholder response."""
 TEXTS = ("response", "reward_errors")
 PER_ROW = ("rewards", "chosen_scores", "rejected_scores", "pretrain_loss")
 
@@ -110,7 +110,7 @@ def made_up(name: str, rows: int) -> np.ndarray | Jagged[np.ndarray] | list[str]
 
 
 class RecordedGroup(RoleGroup):
-    """A role group whose calls are recorded, and return columns that are made up. Roles' own groups are mixed in."""
+    """Role group that records its calls and returns placeholder columns. Combined with the group type of a role."""
 
     def __init__(self, name: str, table: ServiceTable, role: str, log: CallLog) -> None:
         reads_tokens = isinstance(table, RewardTable) and table.kind == "model" and table.input == "tensor"
@@ -164,8 +164,9 @@ class _Timeless:
         return 0.0
 
 
-class Rehearsal(Run):
-    """A run of one step whose services are made up.
+class RecordingRun(Run):
+    """Run of one step that records the calls of an algorithm. Its role groups return placeholder columns, and no
+    service is called.
 
     Args:
         config: Configuration of the run, as `Algorithm.configure` returned it.
@@ -243,8 +244,8 @@ class Rehearsal(Run):
 
 
 def record_dataflow(algorithm: Algorithm, config: Config) -> tuple[Call, ...]:
-    """Executes one step of an algorithm on services that are made up, and returns its calls, in the
-    order in which the algorithm makes them.
+    """Executes one step of an algorithm with placeholder services, and returns its calls in the order in which the
+    algorithm makes them.
 
     Args:
         algorithm: The algorithm, of this project or of a plug-in.
@@ -256,7 +257,7 @@ def record_dataflow(algorithm: Algorithm, config: Config) -> tuple[Call, ...]:
     log = CallLog()
     run: Callable[[Run], None] = algorithm
     try:
-        run(Rehearsal(config, log, ("prompt", "ground_truth", "metadata", *algorithm.columns)))
+        run(RecordingRun(config, log, ("prompt", "ground_truth", "metadata", *algorithm.columns)))
     except (RlhfError, ValueError, ArithmeticError, LookupError) as error:
         raise ConfigError(
             f"algorithm {algorithm.name}: a step with made-up columns failed: {error}"

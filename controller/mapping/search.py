@@ -43,7 +43,7 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Peak bytes of a device: those that all models take between calls, plus the largest `extra` of one of them."""
+        """Peak bytes of a device: the bytes that all models hold between calls, plus the largest `extra` of a model."""
         return sum(option.idle for option in self.options) + max(option.extra for option in self.options)
 
 

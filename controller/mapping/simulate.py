@@ -70,7 +70,7 @@ class Site:
         return latency + nbytes / bandwidth
 
     def start(self, parts: int) -> float:
-        """Returns the seconds of a collective of `parts` ranks beside its messages."""
+        """Returns the fixed overhead, in seconds, of a collective of `parts` ranks, without its messages."""
         return self.group.table.collective_us * 1e-6 if parts > 1 else 0.0
 
 
@@ -81,7 +81,7 @@ class MicroBatchTimes:
     Attributes:
         compute: Matrix products.
         tensor: All-reduces over the tensor-parallel ranks.
-        gather: All-gather of sharded weights, beside computation.
+        gather: All-gather of sharded weights, which overlaps with computation.
         hand_over: Sending hidden states to the next stage.
         launches: Starting kernels.
         site: Devices.
@@ -100,8 +100,8 @@ class MicroBatchTimes:
         return self.site.overlapped(self.compute, self.gather) + self.tensor + self.hand_over + self.launches
 
     def backward(self, *, recomputes: bool, reduce_s: float) -> float:
-        """Returns the seconds of a backward pass: twice the products and kernels, with the forward pass again where
-        activations are recomputed; gradients of sharded weights are reduced beside it, in `reduce_s`."""
+        """Returns the seconds of a backward pass: twice the products and kernels of the forward pass, or three times if
+        activations are recomputed. The reduction of sharded gradients, `reduce_s`, overlaps with it."""
         times = 3 if recomputes else 2
         tensor = (2 if recomputes else 1) * self.tensor
         computing = self.site.overlapped(times * self.compute, self.gather + reduce_s)
@@ -235,8 +235,8 @@ def _wave_s(use: ModelUse, site: Site, rows: int, workload: Workload) -> float:
 
 
 def _layers_s(use: ModelUse, site: Site, tokens: float) -> float:
-    """Returns the seconds that a pass over all layers takes beside computing: all-reduces, sending between stages, and
-    starting kernels."""
+    """Returns the seconds of a pass over all layers without computation: all-reduces, sends between stages, and kernel
+    launches."""
     rollout = use.rollout
     assert rollout is not None, "it generates"
     hidden = tokens * use.shape.hidden * use.itemsize
@@ -264,7 +264,7 @@ def transition_s(use: ModelUse, site: Site) -> float:
 
 
 def overhead_s(use: ModelUse, site: Site) -> float:
-    """Returns the seconds of a call beside its work: request, fetch and store of rows, and agreements of its ranks."""
+    """Returns the overhead of a call in seconds: request, fetch and store of rows, and agreements of its ranks."""
     return site.group.table.call_us * 1e-6 + AGREEMENTS_OF_CALL * site.start(use.ranks)
 
 

@@ -134,10 +134,10 @@ async def wait_until_free(
     is_patient: bool = False,
     alone: Collection[str] = (),
 ) -> None:
-    """Waits until no rank of the services is in another session that keeps this one out, for at most `GONE_WITHIN_S`:
-    ranks end a session whose controller is gone. Does not wait for services that several sessions share, which tell no
-    such session, but for those in `alone`; nor for others where `session.take_over` is set. Then claims a start time
-    after those of all sessions that any rank knows (`Session.claim_after`), since a session may have reached only some
+    """Waits until no rank of the services is in another session that excludes this one, for at most `GONE_WITHIN_S`:
+    ranks end a session whose controller has disconnected. Services that several sessions may share are waited for only
+    if they are in `alone`; other services only if `session.take_over` is not set. Then claims a start time later
+    than that of every session that a rank knows (`Session.claim_after`), since a session may have reached only some
     ranks.
 
     Args:
@@ -146,11 +146,11 @@ async def wait_until_free(
         describe: Function that calls Describe on a rank.
         say: Called with a line of text for each run that is waited for. Default: does nothing.
         is_patient: Whether to wait also for a session with a connected controller, which may have died just now.
-        alone: Names of services that no other session may use, also where several can.
+        alone: Names of services that no other session may use, even if sessions may share them.
 
     Raises:
-        Refused: A rank is in another session with a connected controller, or is so for too long. Or, of a service in
-            `alone`, another session uses it for too long.
+        Refused: A rank is in another session with a connected controller, or does not leave another session in time.
+            Or another session still uses a service of `alone` at the deadline.
     """
     deadline, told = time.monotonic() + GONE_WITHIN_S, set[str]()
     clients = [client for group in groups.values() for client in group.clients]
@@ -160,8 +160,8 @@ async def wait_until_free(
             is_refused = answer.session_is_connected and not is_patient
             if is_refused or time.monotonic() > deadline:
                 raise Refused(
-                    f"services.{client.service} ({client.address}) is in use by run {answer.session}; wait for its "
-                    "end, or end it: --take-over"
+                    f"services.{client.service} ({client.address}) is in use by run {answer.session}; wait until it "
+                    "ends, or end it with --take-over"
                 )
             if answer.session not in told:
                 told.add(answer.session)
@@ -179,7 +179,7 @@ async def wait_until_free(
 async def _wait_until_alone(
     client: RankClient, answer: worker_pb2.DescribeResponse, describe: Describe, deadline: float
 ) -> None:
-    """Waits until no other session uses a rank that several may share. Raises Refused at the deadline."""
+    """Waits until no other session uses a rank that sessions may share. Raises Refused at the deadline."""
     while answer.is_shared and answer.sessions:
         if time.monotonic() > deadline:
             raise Refused(

@@ -70,29 +70,37 @@ class RunningCall:
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """Rows of a call as they are cut into parts.
+class RowDistribution:
+    """Assignment of the rows of a call to the parts that its ranks receive.
 
     Attributes:
-        order: Indices of the rows in the order in which they are cut [rows] int64.
+        order: Permutation of the input rows that is cut into consecutive parts [rows] int64.
         numbers: Number of each row in this order [rows] int64, by which the ranks assign rows to mini-batches: its
-            rank by cost (see `deal`), or else its index in the inputs.
-        protocol: Protocol that distributes them.
+            position by cost (see `deal`), or else its index in the inputs.
+        protocol: Transfer protocol that cuts the permuted rows into parts.
     """
 
     order: np.ndarray
     numbers: np.ndarray
     protocol: TransferProtocol
 
-    def some(self, mesh: Mesh, first: int, rows: int) -> Dealt:
-        """Returns how some of the rows are dealt so that each goes to the ranks of `mesh` that it goes to among all,
-        with the same number: `rows` rows that are consecutive in the inputs, from index `first` on."""
-        dealt = self.protocol.distribute(len(self.order), mesh)
-        places = {self.protocol.part(rank, mesh): mine for rank, mine in enumerate(dealt)}
+    def some(self, mesh: Mesh, first: int, rows: int) -> RowDistribution:
+        """Returns the distribution of a slice of the input rows. Each row keeps its number and goes to the same ranks
+        of `mesh` as in this distribution.
+
+        Args:
+            mesh: Mesh of the ranks.
+            first: Index of the first row of the slice in the inputs.
+            rows: Number of rows in the slice.
+        """
+        distribution = self.protocol.distribute(len(self.order), mesh)
+        places = {self.protocol.part(rank, mesh): mine for rank, mine in enumerate(distribution)}
         parts = [places[part] for part in sorted(places)]
         kept = [part[(self.order[part] >= first) & (self.order[part] < first + rows)] for part in parts]
         taken, sizes = np.concatenate(kept), np.array([len(part) for part in kept])
-        return Dealt(self.order[taken] - first, self.numbers[taken], WholeGroups(self.protocol, sizes))
+        return RowDistribution(
+            self.order[taken] - first, self.numbers[taken], WholeGroups(self.protocol, sizes)
+        )
 
 
 @dataclass(frozen=True)
@@ -107,12 +115,12 @@ class GroupCall:
         options: Further fields of the request, by name.
         step: The step that the call belongs to.
         place: Place of the call in the order of calls on its devices.
-        beside: Whether the ranks execute the call beside those that have an order.
+        beside: Whether the ranks execute the call concurrently with ordered calls.
         moved: Futures of the calls that offload and onload services before this one. Where one fails, this one fails
             with its error and is not sent.
         first_row: Number of its first row among those of all chunks; see `RoleGroup.call`.
-        within: Columns of a later call of which these are some rows, which are dealt as that will deal them. Default:
-            they are dealt as they are.
+        within: Columns of a later call whose rows include the rows of this call. Each row then goes to the ranks that
+            the later call will send it to. Default: the rows are distributed on their own.
     """
 
     callee: Callee
@@ -142,16 +150,16 @@ class GroupCall:
         """
         call_id, ranks = self.header.call_id, self.callee.ranks
         try:
-            dealt, parts = await self._turn()
+            distribution, parts = await self._turn()
             ranks.address(self.header, beside=self.beside)
-            requests = self._requests(parts, dealt.numbers)
+            requests = self._requests(parts, distribution.numbers)
             running[call_id] = RunningCall(self.method.name, self.step.number)
             started = self.callee.session.now()
             timeout_s = self.callee.session.time_of(self.method.snake_name)
             responses = await ranks.send(
                 self.method, call_id, requests, timeout_s, self.place.was_sent, beside=self.beside
             )
-            return self._collected(dealt, parts, responses), self._record(responses, started)
+            return self._collected(distribution, parts, responses), self._record(responses, started)
         finally:
             running.pop(call_id, None)
             self.place.leave()
@@ -160,8 +168,8 @@ class GroupCall:
     def _protocol(self) -> TransferProtocol:
         return protocol_of(self.method)
 
-    async def _turn(self) -> tuple[Dealt, list[BatchPart]]:
-        """Waits until the input columns are resolved and the call may be sent. Returns its rows as they are dealt, and
+    async def _turn(self) -> tuple[RowDistribution, list[BatchPart]]:
+        """Waits until the input columns are resolved and the call may be sent. Returns the distribution of its rows and
         its parts.
 
         Raises:
@@ -173,8 +181,8 @@ class GroupCall:
             async with asyncio.timeout(self.place.patience_s) as patience:
                 columns = await awaited(self.inputs.columns[name] for name in names)
                 batch = Batch(self.inputs.rows, dict(zip(names, columns, strict=True)))
-                dealt = await self._dealt_within() if self.within else self._dealt(batch)
-                parts = await self._parts(batch.take(dealt.order), dealt.protocol)
+                distribution = await self._distribute_within() if self.within else self._distribute(batch)
+                parts = await self._parts(batch.take(distribution.order), distribution.protocol)
                 await awaited([*self.moved, *self.place.first])
         except TimeoutError as error:
             if not patience.expired():
@@ -185,28 +193,29 @@ class GroupCall:
                 f"{self.callee.name}.{self.method.snake_name} waited {self.place.patience_s:g} s for {awaiting}, which "
                 "is longer than all calls before it may take"
             ) from error
-        return dealt, parts
+        return distribution, parts
 
-    async def _dealt_within(self) -> Dealt:
-        """Deals the rows as the later call that they are rows of, whose lengths it waits for."""
+    async def _distribute_within(self) -> RowDistribution:
+        """Returns the part of the later call's distribution that belongs to the rows of this call. Waits for the
+        lengths of the later call's rows."""
         assert self.within is not None, "there is a later call"
         names = [name for name in LENGTHS_OF if name in self.within]
         columns = await awaited(self.within[name] for name in names)
-        whole = self._dealt(Batch(self.within.rows, dict(zip(names, columns, strict=True))))
+        whole = self._distribute(Batch(self.within.rows, dict(zip(names, columns, strict=True))))
         return whole.some(self.callee.mesh, self.first_row, self.inputs.rows)
 
-    def _dealt(self, batch: Batch) -> Dealt:
-        """Deals the rows: in whole groups for a service that scores groups, by cost (see `deal`) where the session
-        balances and all lengths are known, else as they are."""
+    def _distribute(self, batch: Batch) -> RowDistribution:
+        """Returns the distribution of the rows: whole groups for a service that scores groups; balanced by cost (see
+        `deal`) if the session balances and all lengths are known; otherwise the rows in input order."""
         rows, lengths, protocol = np.arange(batch.rows), _lengths(batch), self._protocol
         group = batch.columns.get("group") if self.callee.description.scores_groups else None
         if isinstance(group, LocalColumn):
             order, sizes = by_groups(np.asarray(group.values))
-            return Dealt(order, order, WholeGroups(protocol, sizes))
+            return RowDistribution(order, order, WholeGroups(protocol, sizes))
         if not self.callee.session.balance or lengths is None or not protocol.splits or protocol.pads:
-            return Dealt(rows, rows, protocol)
+            return RowDistribution(rows, rows, protocol)
         block = max(self.options["schedule"].mini_batches, 1) if "schedule" in self.options else 1
-        return Dealt(*deal(lengths, protocol.parts(self.callee.mesh), block), protocol)
+        return RowDistribution(*deal(lengths, protocol.parts(self.callee.mesh), block), protocol)
 
     async def _parts(self, batch: Batch, protocol: TransferProtocol) -> list[BatchPart]:
         """Cuts the rows into parts by a transfer protocol; returns no part for a method without rows."""
@@ -234,10 +243,12 @@ class GroupCall:
         self.step.count_bytes(sum(local_bytes(part.batch) * len(part.ranks) for part in parts))
         return serialized(parts, self.callee.endpoints, encode)
 
-    def _collected(self, dealt: Dealt, parts: Sequence[BatchPart], responses: Sequence[Any]) -> Batch:
+    def _collected(
+        self, distribution: RowDistribution, parts: Sequence[BatchPart], responses: Sequence[Any]
+    ) -> Batch:
         """Returns the rows that the ranks made, in the order of the inputs, and counts the bytes of columns in the
         responses themselves for the step. The batch is empty for a method without output columns."""
-        protocol, mesh, rows = dealt.protocol, self.callee.mesh, len(dealt.order)
+        protocol, mesh, rows = distribution.protocol, self.callee.mesh, len(distribution.order)
         if not (self.method.outputs and protocol.splits):
             return Batch(0, {})
         sizes = {rank: len(part.places) for part in parts for rank in part.ranks}
@@ -247,7 +258,7 @@ class GroupCall:
         )
         made = protocol.restore(made, rows, mesh)
         if made.rows == rows:
-            made = made.take(np.argsort(dealt.order))
+            made = made.take(np.argsort(distribution.order))
         self.step.count_bytes(local_bytes(made))
         return made
 

@@ -1,4 +1,4 @@
-"""A call whose rows were sent in chunks, each by a call of its own: its columns and its record."""
+"""Columns and record of a call whose rows were sent in chunks, one call per chunk."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from nccl_transfer.refs.batch import Batch, Column
 from rlhf.contract import Method
 
 Made = Sequence[Future[tuple[Batch, CallRecord]]]
-"""Futures of the results of the calls of the chunks, in order; one where all rows are in one call."""
+"""Futures of the results of the calls, one per chunk, in row order; one future if the rows were not chunked."""
 
 
 def is_row_wise(method: Method) -> bool:
-    """Returns whether a method computes columns of its rows, each row by itself or with its group, on the rank that its
-    protocol sends it to; so that rows may be sent in several calls. An update is not: it makes no columns."""
+    """Returns whether a method computes output columns row by row or group by group, so that its rows may be sent in
+    several calls. False for an update, which has no output columns."""
     return bool(method.outputs) and method.takes_rows and protocol_of(method).splits
 
 

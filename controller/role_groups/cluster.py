@@ -303,7 +303,7 @@ class Cluster:
         return FanOut(_clients(name, description, self.session.name), description.epoch)
 
     def _second_role(self, role: str, host: str) -> RoleGroup:
-        """Makes the group of a second role that the ranks of service `host` serve beside their own.
+        """Makes the group of a second role that the ranks of service `host` serve in addition to their own.
 
         Raises:
             ConfigError: The ranks do not serve the methods of this role.
@@ -312,8 +312,8 @@ class Cluster:
         served = {method.name for method in group.description.methods}
         if not served.issuperset(method.path[1:] for method in role_methods(role).values()):
             raise ConfigError(
-                f"services.{host}: nothing else is the {role}, and what runs at {group.clients[0].address} does not "
-                "serve it: it was started without lora"
+                f"services.{host}: the config has no other service of role {role}, and the service at "
+                f"{group.clients[0].address} does not serve that role because it was started without lora"
             )
         return group.in_role(group_type(role), role)
 

@@ -33,7 +33,7 @@ class BatchCodec:
             method: The method.
             header: Header of the call.
             batch: Rows of the part.
-            numbers: Number of each of these rows in the whole call [rows] int64; see `Dealt.numbers`.
+            numbers: Number of each of these rows in the whole call [rows] int64; see `RowDistribution.numbers`.
             relays: Reads from other hosts that one of these ranks makes on behalf of the others; see `plan_relays`.
             options: Further fields of the request, by name.
 

@@ -197,7 +197,8 @@ class FutureBatch:
         return mean_metrics(self.records(timeout_s))
 
     def _reach(self, awaited: Iterable[Future[Any]]) -> None:
-        """Begins what the wait for these futures needs, as far as gates of the step keep it."""
+        """Notifies the gates of the step before the caller waits for these futures, so that they begin the calls on
+        which the futures depend."""
         if self.step:
             self.step.reached(lateness_of(awaited))
 

@@ -116,9 +116,9 @@ class CallingGroup:
         **options: Any,
     ) -> FutureBatch:
         """Starts a call of a method on all ranks and returns without waiting. The requests are sent when the input
-        columns are resolved and the calls before it on the same devices have ended. A call of a step with a gate enters
-        the order of calls when the gate is opened, if the service learns and the method does not generate, or an input
-        comes from such a call. Rows in chunks are sent in a call for each chunk, if the method computes columns.
+        columns are resolved and the calls before it on the same devices have ended. In a step with a gate, a call to a
+        service that learns, unless it generates, and a call with an input from such a call enter the order of calls
+        when the gate is opened. Rows in chunks are sent in one call per chunk if the method computes columns.
 
         Args:
             name: Python name of the method.
@@ -218,9 +218,9 @@ class CallingGroup:
         *,
         beside: bool = False,
     ) -> FutureBatch:
-        """Starts several calls of this group and others that belong together, and returns without waiting. They have
-        one place in the order of calls: the devices of all these groups are theirs while `calls` runs. In a step with
-        a gate they enter it when the gate is opened, if this group's service learns.
+        """Starts several calls of this group and other groups as one unit, and returns without waiting. The unit has
+        one place in the order of calls and occupies the devices of all these groups while `calls` runs. In a step with
+        a gate, it enters the order when the gate is opened, if this group's service learns.
 
         Args:
             others: The other groups.
@@ -254,7 +254,7 @@ class CallingGroup:
         return FutureBatch(0, {}, (begun,), of)
 
     def runs_beside(self, name: str) -> bool:
-        """Whether the ranks execute a call of a method beside the others."""
+        """Returns whether the ranks execute calls of a method concurrently with ordered calls."""
         path = self._methods[name].path[1:]
         return any(method.beside and method.name == path for method in self.description.methods)
 
@@ -273,7 +273,7 @@ class CallingGroup:
             name, options: As for `call`.
             step: The step that it belongs to.
             place: Its place, one of `JointPlaces.later`. Default: that of the whole; it is sent at once.
-            beside: Whether the ranks execute it beside those that have an order.
+            beside: Whether the ranks execute it concurrently with ordered calls.
         """
         place = place or Place(self.ranks, [], self.session.timeout_s)
         header = self.session.header(step, self.name, name)

@@ -77,8 +77,8 @@ class Place:
         resolve_after(self._all_before, self.ended)
 
     def forget_before(self) -> None:
-        """Drops the futures of the calls before, which have ended. Each place would keep all places before it in memory
-        otherwise, as long as the run goes on."""
+        """Drops the futures of the preceding calls, which have ended. Otherwise each place would keep all earlier
+        places of the run in memory."""
         self.first, self._all_before = [], []
 
 
@@ -115,8 +115,8 @@ class Placement:
 
     @contextmanager
     def turn(self, services: Iterable[str], method: str, step: StepContext) -> Iterator[list[Future[Any]]]:
-        """Context manager in which a call enters: no other does between its moves and itself. Yields the futures of the
-        calls of `offload` and `onload` that have entered before it.
+        """Context manager in which a call enters the order of calls. No other call enters between the call and the
+        `offload` and `onload` calls that it requires. Yields the futures of these calls.
 
         Args:
             services: Names of the services that are called.

@@ -1,5 +1,5 @@
-"""Memory of devices that takes turns: which services are on their devices, and which of them have to be offloaded
-before a call that does not fit beside them.
+"""Time-sharing of device memory: tracks which services are on their devices, and which of them have to be offloaded
+before a call that does not fit.
 
 Calls that share a device are executed in the order in which they enter it, so this state is known when a call enters.
 """
@@ -95,8 +95,8 @@ class Residency:
 
     @property
     def moving(self) -> frozenset[str]:
-        """Names of the services that calls may have to offload: those on a device on which not all calls fit beside
-        what all others hold."""
+        """Names of the services that calls may have to offload: those on a device where some call does not fit while
+        all other services stay."""
         return frozenset(
             name
             for name, demand in self._demands.items()
@@ -104,9 +104,9 @@ class Residency:
         )
 
     def before(self, service: str, method: str) -> Moves:
-        """Returns the moves that a call needs which is the next to enter the order of calls, and takes them for made.
-        Of the other services on its devices those are offloaded whose last calls are the oldest, until the call fits or
-        none is left.
+        """Returns the moves that the next call in the order of calls requires, and records them as done. Other services
+        on its devices are offloaded, the least recently called first, until the call fits or no service is left to
+        offload.
 
         Args:
             service: Name of the service that is called.
@@ -133,7 +133,7 @@ class Residency:
         return Moves(tuple(moved), was_away and method != ONLOAD)
 
     def held(self, device: str, but: str = "") -> int:
-        """Returns the bytes that all services hold on a device between calls, without service `but`."""
+        """Returns the bytes that all services except `but` hold on a device between calls."""
         return sum(
             demand.stays if name in self._away else demand.held
             for name, demand in self._demands.items()
@@ -159,8 +159,8 @@ class Residency:
 
 
 def residency_of(config: Config) -> Residency | None:
-    """Returns the residency of the services of a config, none offloaded; None where memory does not take turns. A
-    service with a model whose memory is not predicted needs a whole device, so that it shares with none.
+    """Returns the residency of the services of a config, with no service offloaded; None if `device_memory_gb` is not
+    set. A service whose model memory cannot be predicted requires a whole device, so it shares no device.
 
     Raises:
         ConfigError: A model cannot be divided over its mesh.

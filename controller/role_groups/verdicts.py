@@ -76,8 +76,8 @@ class RewardCodec(BatchCodec):
 
 
 def _per_token(rewards: Column, service: str) -> Column:
-    """Returns the rewards of a chunk as scores per token, of which rows that were not scored have none: where all rows
-    of a chunk are such, it does not say which kind of scores the service gives.
+    """Returns the rewards of a chunk as scores per token. A chunk without any scored row has no kind of score and is
+    converted to rows without tokens.
 
     Raises:
         RewardFailed: A row has one score.

@@ -32,10 +32,11 @@ def sync_weights(
     bucket_bytes: int = 0,
     step: StepContext | None = None,
 ) -> FutureBatch:
-    """Starts a transfer of the source's weights to all ranks of the receivers, and returns without waiting. It has one
-    place in the order of calls on the devices of all of them; with `run.ahead` it enters it with the updates of its
-    step. Where all receivers load weights beside their other calls, it has only the devices of the source, and its
-    CommitWeights has a place of its own on those of each receiver: calls on rows before that may run meanwhile.
+    """Starts a transfer of the source's weights to all ranks of the receivers, and returns without waiting. The
+    transfer has one place in the order of calls, on the devices of the source and the receivers; with `run.ahead` it
+    enters the order with the updates of its step. If all receivers load weights concurrently with ordered calls, it
+    occupies only the devices of the source, and CommitWeights has a separate place on the devices of each receiver, so
+    that earlier calls on rows may run during the transfer.
 
     Args:
         source: Group whose ranks have a training engine.
@@ -106,7 +107,7 @@ def _message(
     lacking: Sequence[tuple[RoleGroup, CallRecord]],
     bucket_bytes: int,
 ) -> weights_pb2.WeightTransfer:
-    """Joins the descriptions of both sides to the message that all ranks get.
+    """Builds the message that all ranks receive from the descriptions of both sides.
 
     Args:
         source, described: The source, and the record of its DescribeWeights.
@@ -162,9 +163,9 @@ def _summary(
 
 
 async def run_together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs calls at the same time and returns their results, in order. Where one fails, the others have SETTLE_S to end
-    and are then cancelled; raises the error of the rank that is lost, or else the first that is no consequence of
-    another's; CallCancelled where all that did not succeed were cancelled from outside."""
+    """Runs calls concurrently and returns their results in order. If a call fails, the other calls have SETTLE_S to end
+    and are then cancelled. Raises the error of a lost rank, or else the first error that does not follow from another;
+    CallCancelled if all calls that did not succeed were cancelled by the caller."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -114,8 +114,8 @@ def measured(run_dir: Path, services: Sequence[str]) -> Durations:
 
 
 def _pauses(calls: Sequence[TimedCall]) -> list[float]:
-    """Returns for each call the seconds from the last end of another one before it; 0 for those that begin before any
-    has ended. Every call begins when another has ended, which made its rows or had its devices."""
+    """Returns for each call the seconds between the latest earlier end of a call and its start; 0 if no call has ended
+    before it. Every call begins when a call ends that has produced its rows or occupied its devices."""
     ends = sorted(call.end for call in calls)
     ended = [bisect_right(ends, call.start) for call in calls]
     return [

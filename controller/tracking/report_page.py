@@ -155,7 +155,7 @@ def _by_step(
     width: int = 440,
     height: int = 240,
 ) -> str:
-    """Renders a line chart over the steps; returns an empty text where no point is finite.
+    """Renders a line chart over the steps; returns an empty string if no point is finite.
 
     Args:
         title: Title of the chart.
@@ -179,7 +179,7 @@ def _stage_times(figures: Figures) -> str:
     bars = [Bar(name, seconds, share[name]) for name, seconds in means.items()]
     note = (
         f"Mean per step and share of the step ({total_s:.3f} s). "
-        "Calls on devices of their own run at the same time, so shares may add up to more than all."
+        "Calls on different devices run concurrently, so the shares may add up to more than 100 %."
     )
     return card("Stage times", bar_chart(bars, "Mean seconds per stage"), note=note)
 
@@ -194,7 +194,7 @@ def _service_memory(figures: Figures) -> str:
         return ""
     bars = [Bar(service, peak, bytes_text(peak)) for service, peak in peaks.items()]
     chart = bar_chart(bars, "Memory per service")
-    return card("Memory of the services", chart, note="Highest of all steps.")
+    return card("Memory of the services", chart, note="Maximum over all steps.")
 
 
 def _transfers(figures: Figures) -> str:
@@ -204,9 +204,9 @@ def _transfers(figures: Figures) -> str:
     means = {"through controller": controller, "batch": batch}
     bars = [Bar(name, value, bytes_text(value)) for name, value in means.items()]
     note = (
-        f"Mean per step. The batch is all columns of a step's rows. Through the controller pass the prompts, the texts "
-        f"that rewards read, and the columns that advantages are computed from and sent as: {bytes_text(controller)}, "
-        f"as much as {percent_text(controller / batch)} of the batch. Token ids and weights never do."
+        f"Mean per step. The batch is all columns of a step's rows. Prompts, texts for rewards, and the inputs "
+        f"and outputs of the advantage computation pass through the controller: {bytes_text(controller)}, or "
+        f"{percent_text(controller / batch)} of the batch. Response token ids and weights do not."
     )
     return card("Bytes through the controller", bar_chart(bars, "Bytes per step"), note=note)
 

@@ -39,8 +39,8 @@ class NoOptions(Strict):
 
 
 class UnreadOptions(Strict):
-    """Type of `[algorithm.options]` for a function that stands for no algorithm, such as an evaluation, and is given
-    configurations of any: all options are kept, and none is read."""
+    """Type of `[algorithm.options]` for functions that accept the config of any algorithm, such as an evaluation. All
+    options are accepted and ignored."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -23,11 +23,11 @@ from rlhf.errors import InvalidRequest
 
 P = ParamSpec("P")
 Given = Future[Any]
-"""Future of a function, of the future of its result, and of the `Given` after it; of None at the end."""
+"""Future of a tuple of a function, the future of its result and the next `Given`; of None at the end of the list."""
 
 
 class Deferral:
-    """Calls functions one after another, in the order in which they were given, on a thread of its own."""
+    """Calls functions one at a time, in the order of submission, on its own thread."""
 
     def __init__(self) -> None:
         self._next: Given = promise()
@@ -37,8 +37,8 @@ class Deferral:
         on_thread(lambda: self._work(first), "advantages")
 
     def submit(self, function: Callable[[], Any]) -> Promise[Any]:
-        """Returns a late future of the result of a function, which is called when all functions given before have
-        returned; where one of them raised an error, the future has that error, and the function is not called."""
+        """Returns a future, of lateness `AFTER_UPDATES`, of the result of a function. The function is called after all
+        earlier functions have returned; if one of them raised an error, the future has that error instead."""
         result: Promise[Any] = Promise(AFTER_UPDATES)
         self._last = result
         given, self._next = self._next, promise()
@@ -47,11 +47,11 @@ class Deferral:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all functions given so far have returned."""
+        """Whether all submitted functions have returned."""
         return self._last is None or self._last.done()
 
     def close(self) -> None:
-        """Ends the thread when the functions given so far have returned. Does not wait."""
+        """Ends the thread after all submitted functions have returned. Does not wait."""
         given, self._next = self._next, promise()
         given.set_result(None)
 

@@ -77,9 +77,9 @@ class Feed:
         }
 
     def restore(self, stored: Mapping[str, Any]) -> None:
-        """Sets the position to one that `state` returned. Raises ConfigError where it is one in other data."""
+        """Sets the position to one that `state` returned. Raises ConfigError if the position belongs to other data."""
         if (stored["texts"] is None) != (self.text_loader is None):
-            raise ConfigError("data.pretrain: a run cannot begin or end to read texts where it is resumed")
+            raise ConfigError("data.pretrain: a resumed run can neither add nor remove pretraining texts")
         self.loader.restore(_loader_state(stored["prompts"]))
         if self.text_loader is not None:
             self.text_loader.restore(_loader_state(stored["texts"]))

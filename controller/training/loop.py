@@ -35,10 +35,10 @@ class OpenStep:
 
     Attributes:
         step: The step.
-        gate: Keeps its calls on what learns; None where steps do not overlap.
+        gate: Holds back its calls to services that learn; None if steps do not overlap.
         started_s: Unix time of its begin, in seconds.
         feed: Position in the data after its last prompt, as JSON values; empty before the next step begins.
-        kept: Future of the state that the algorithm keeps, after the step; None where steps do not overlap.
+        kept: Future of the algorithm's state after the step; None if steps do not overlap.
         left_out: Metrics with the number of rows left out up to its last prompt.
         metrics: Its metrics; empty before its calls have ended.
         evaluated: Future of the metrics of its evaluation; None where it has none.
@@ -127,7 +127,7 @@ class StepLoop:
             self.close()
 
     def close(self) -> None:
-        """Makes calls that no step will begin any more fail, so that nothing waits for them. Does not wait."""
+        """Makes all calls fail that gates hold back, so that no thread waits for their results. Does not wait."""
         for opened in self._open:
             for gate in (*opened.segment_gates, *([opened.gate] if opened.gate else [])):
                 gate.drop(RlhfError(f"step {opened.step.number}: the run has ended before this call"))
@@ -142,7 +142,7 @@ class StepLoop:
 
     def _begin(self, number: int, evaluation: Evaluation) -> OpenStep:
         if not self._open:
-            # What was in use before, as by an evaluation, counts for no step.
+            # Resets the measurement: use by an evaluation before the step does not count.
             self._cluster.device_use()
         gate = Gate(partial(self._reached, number, evaluation)) if self._table.ahead else None
         gates = [Gate(partial(self._segment_needed, number)) for _ in range(self._segments - 1)]
@@ -165,14 +165,15 @@ class StepLoop:
         if self._table.ahead:
             opened.feed = self._feed.state()
         if self._table.ahead and self._deferral and self._checkpointer:
-            # Where the loop itself changes the state, it may do so again in the next step.
+            # With no deferred function under way, this thread changes the state, so it is copied before the next step.
             is_own = self._deferral.is_idle
             kept = self._state.kept.state
             opened.kept = resolved(kept()) if is_own else self._deferral.submit(kept)
 
     def _reached(self, number: int, evaluation: Evaluation, needs_kept: bool) -> None:
-        """Opens gates when the algorithm makes the first call of step `number` that its gate keeps, or waits for a
-        result of it; `needs_kept`: whether for one that the gate keeps, so that all earlier steps have to end."""
+        """Called before step `number` holds back a call to a service that learns, or waits for a result. Opens the gate
+        of the oldest open step if it is at least `run.ahead` steps older. If the result depends on calls that are held
+        back (`needs_kept`), also ends all earlier steps and begins these calls."""
         if threading.get_ident() != self._thread:
             return
         self._generate_due(number)
@@ -187,8 +188,9 @@ class StepLoop:
                 gate.flush()
 
     def _segment_needed(self, number: int, is_awaited: bool) -> None:
-        """Generates the rest of the responses of a step if the algorithm is about to wait for a result that needs
-        it (`is_awaited`), after the segments of earlier steps that are due."""
+        """Called before the algorithm waits for a result of step `number`. If the result depends on segments that are
+        held back (`is_awaited`), generates the remaining segments of the step, after the due segments of earlier
+        steps."""
         if is_awaited and threading.get_ident() == self._thread:
             self._generate_due(number)
             for opened in self._open:
@@ -196,13 +198,13 @@ class StepLoop:
                     opened.generate(self._segments - 1)
 
     def _generate_due(self, number: int) -> None:
-        """Generates the segments of earlier steps that are due when a step has generated its first."""
+        """Generates the segments of open steps that are due once step `number` has generated its first segment."""
         for opened in self._open:
             opened.generate(number - opened.step.number)
 
     def _end_oldest(self, evaluation: Evaluation) -> None:
-        """Waits for the calls of the oldest open step, and begins its evaluation, if one is due, which later steps do
-        not wait for until they change what it evaluates; else ends the step."""
+        """Waits for the calls of the oldest open step. If no evaluation is due, ends the step. Otherwise begins the
+        evaluation; later steps run concurrently with it until their first update."""
         self._finish_evaluation()
         opened = self._open.popleft()
         step, number = opened.step, opened.step.number

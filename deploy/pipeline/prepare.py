@@ -20,7 +20,8 @@ VOCABULARY = 1024
 MAX_PROMPT_TOKENS = 64
 POSITIONS = 256
 HELDOUT_PERCENT = 45
-"""Many of the few pairs there are, so that the reward model's accuracy is known to within three points or so."""
+"""Percentage of the pairs that is held out. It is large because there are few pairs: the accuracy of the reward model
+then has an error of about three percentage points."""
 HELDOUT_PROMPTS = 96
 HELDOUT_DEMONSTRATIONS = 256
 

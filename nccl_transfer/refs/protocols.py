@@ -81,8 +81,8 @@ class TransferProtocol(ABC):
             return outputs
         if outputs.rows != len(order):
             raise InvalidRequest(
-                f"{self.name} dealt {rows} rows as {len(order)}, for which {outputs.rows} came back: a method that is "
-                "called by it has to give one row for each"
+                f"{self.name} sent {len(order)} rows for {rows} input rows, and {outputs.rows} rows were returned; a "
+                "method with this protocol must return one row for each row it receives"
             )
         return outputs.take(np.unique(order, return_index=True)[1])
 

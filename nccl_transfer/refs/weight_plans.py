@@ -102,8 +102,9 @@ class Bucket:
 def plan_weights(transfer: WeightTransfer) -> Plan:
     """Plans a transfer: every receiver gets every element that it lacks once, and nothing else.
 
-    An element comes from a rank on its receiver's host if one holds it, and of several from the one that sends least.
-    What several receivers get from the same rank is packed once. Slices larger than a bucket are cut.
+    The source of an element is a rank on the receiver's host if one holds the element; among several candidates, the
+    rank that sends the fewest bytes. Slices for several receivers of the same source are packed once. Slices larger
+    than a bucket are cut.
 
     Raises:
         TransferError: No source holds a slice that a receiver lacks, or holds it in an element type that cannot be
@@ -113,11 +114,11 @@ def plan_weights(transfer: WeightTransfer) -> Plan:
 
 
 def buckets_of(plan: Plan, receiver: int) -> list[Bucket]:
-    """Returns the buckets that a receiver reads, in the order in which it reads them: by number, and those of the same
-    number from another source first for each receiver.
+    """Returns the buckets that a receiver reads, in reading order: by number, and among equal numbers starting from a
+    different source for each receiver.
 
-    If every receiver reads in this order, and says so after each bucket, no source has to pack more than its next
-    bucket for any receiver to go on: all buckets before the lowest unread number have been read by all.
+    If every receiver reads in this order and acknowledges each bucket, every receiver can make progress while each
+    source packs only its next bucket: all buckets before the lowest unread number have been read by all receivers.
     """
     own = [bucket for source in plan for bucket in source if receiver in bucket.destinations]
     return sorted(own, key=lambda bucket: (bucket.number, (bucket.source - receiver) % len(plan)))
@@ -242,8 +243,8 @@ def _assign(
 def _buckets(
     source: int, groups: Mapping[tuple[Destinations, str], Sequence[WeightSlice]], bucket_bytes: int
 ) -> list[Bucket]:
-    """Packs the slices of one source into buckets: one group of slices, which go to the same ranks, beside the other in
-    turn, so that no receiver waits for the last bucket of another."""
+    """Packs the slices of one source into buckets. Slices with the same destinations form a group; buckets of different
+    groups alternate, so that no receiver waits for all buckets of another group."""
     filled = [
         [(destinations, pieces) for pieces in _fill(slices, bucket_bytes)]
         for (destinations, _), slices in groups.items()

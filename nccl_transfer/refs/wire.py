@@ -221,7 +221,8 @@ def _decode_lengths(message: pb.Column, number: int, rows: int, known: dict[int,
     if message.lengths_of:
         if message.lengths_of not in known:
             raise InvalidRequest(
-                f"column {message.name!r} has the lengths of column {message.lengths_of}, which says none before it"
+                f"column {message.name!r}: lengths_of is {message.lengths_of}, which is not the number of an earlier "
+                "column with lengths"
             )
         return known[message.lengths_of]
     if len(message.lengths) != rows:

@@ -34,7 +34,7 @@ def slice_from_proto(message: pb.WeightSlice) -> WeightSlice:
     """Decodes a slice.
 
     Raises:
-        InvalidRequest: The slice is none of a tensor of its shape; the message names the tensor.
+        InvalidRequest: The slice is not within the shape of its tensor; the message names the tensor.
     """
     name, shape = message.name, tuple(message.shape)
     where = f"weight {name[:100]!r}"
@@ -49,10 +49,10 @@ def slice_from_proto(message: pb.WeightSlice) -> WeightSlice:
     if len(starts) != len(shape) or len(stops) != len(shape):
         raise InvalidRequest(f"{where}: starts and stops need {len(shape)} numbers each, one per axis")
     if not all(a <= b <= size for a, b, size in zip(starts, stops, shape, strict=True)):
-        raise InvalidRequest(f"{where}: {list(starts)} to {list(stops)} is no part of {list(shape)}")
+        raise InvalidRequest(f"{where}: {list(starts)} to {list(stops)} is not within shape {list(shape)}")
     dtype = DTYPES.get(message.dtype, "")
     if dtype not in ITEM_BYTES:
-        raise InvalidRequest(f"{where}: dtype {message.dtype} is none of numbers")
+        raise InvalidRequest(f"{where}: dtype {message.dtype} is not a numeric element type")
     return WeightSlice(name, shape, Slice(starts, stops), dtype)
 
 

@@ -50,7 +50,7 @@ class Held:
 
 
 def assert_no_more_than(before: Held, within_s: float = 5.0) -> None:
-    """This process holds no more than it did, once what was under way has ended."""
+    """Asserts that within `within_s` seconds this process holds no more resources than `before`."""
     deadline = time.monotonic() + within_s
     while not (now := Held.here()) <= before:
         new = [*(Counter(now.open) - Counter(before.open)).elements()]

@@ -191,9 +191,10 @@ class Reader(ABC):
         raise NotImplementedError(f"{self.name} has no route to device memory")
 
     def forget(self, source: Endpoint) -> None:  # noqa: B027 - most plug-ins keep nothing open
-        """Closes what is kept open to a source that no call names any more. Returns at once; views that were returned
-        stay valid, and a later read connects again. A read under way may raise Refused, and should where it would
-        otherwise wait for its deadline. Default: does nothing, for transports that keep nothing open."""
+        """Closes connections to a source that no call can refer to any longer. Returns at once; views that were
+        returned stay valid, and a later read connects again. A running read may raise Refused, and should do so if it
+        would otherwise block until its deadline. Default: does nothing, for transports without persistent
+        connections."""
 
     @abstractmethod
     def close(self) -> None:

@@ -69,7 +69,7 @@ class GrpcReader(Reader):
                 _write(sink, memoryview(response.data), source)
         except grpc.RpcError as error:
             if responses.cancelled():
-                raise Refused(f"{source}: no call names it any more") from error
+                raise Refused(f"{source}: no session introduces this endpoint any longer") from error
             mapped = from_rpc_error(error, str(source))
             if isinstance(mapped, ServiceLost):
                 self._channels.forget(source.address, channel)  # other threads may still read its error

@@ -105,7 +105,7 @@ class MemfdReader(Reader):
 
     def check_advert(self, advert: bytes) -> None:
         if not SOCKET.fullmatch(advert):
-            raise ValueError(f"{advert!r} is no name that a rank gives a socket")
+            raise ValueError(f"{advert!r} is not a valid socket name of a rank")
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         return read_in_place(self.arena(source, deadline), ranges)

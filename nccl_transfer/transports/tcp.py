@@ -54,7 +54,7 @@ class TcpReader(Reader):
         if len(advert) != ADVERT.size:
             raise ValueError(f"{len(advert)} bytes, not the {ADVERT.size} of a port and a key")
         if not ADVERT.unpack(advert)[0]:
-            raise ValueError("port 0 is none that a rank listens on")
+            raise ValueError("port must be above 0, given 0")
 
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         sink = Sink(ranges)
@@ -90,7 +90,7 @@ class TcpReader(Reader):
                 connection.sendall(REQUEST.pack(MAGIC, key, len(request)) + request)
                 _receive(connection, source, sink, deadline)
             except TimeoutError as error:
-                raise DeadlineExceeded(f"{source}: not all bytes had come by the deadline") from error
+                raise DeadlineExceeded(f"{source}: not all bytes arrived before the deadline") from error
             except OSError as error:
                 raise ServiceLost(f"{source}: the connection broke: {error.strerror or error}") from error
 
@@ -112,7 +112,7 @@ class TcpReader(Reader):
                 is_known = self._busy.pop(connection) is not None
             connection.close()
             if isinstance(error, ServiceLost) and not is_known:
-                raise Refused(f"{source}: no call names it any more") from error
+                raise Refused(f"{source}: no session introduces this endpoint any longer") from error
             raise
         with self._lock:
             is_kept = self._busy.pop(connection) is not None
@@ -147,7 +147,7 @@ def _is_alive(connection: socket.socket) -> bool:
 
 
 def _advert_of(source: Endpoint) -> tuple[int, bytes]:
-    """Returns port and key of a source, from its advert. Raises TransferError if the advert is none of this
+    """Returns port and key of a source from its advert. Raises TransferError if it has no valid advert of this
     transport."""
     try:
         return ADVERT.unpack(source.adverts[TcpReader.name])

@@ -29,8 +29,9 @@ def open_channel(
     Args:
         address: host:port.
         options: gRPC channel arguments. Default: PLAIN_OPTIONS, which any server accepts.
-        access: Highest class of the methods that are called over the channel; chooses the token that the server gets
-            (`Security.token_for`), which should allow no more, since the server could use it elsewhere. Default: CALL.
+        access: Highest class of the methods that are called over the channel. Determines the token that is sent
+            to the server (`Security.token_for`); it should not allow more, since the server could misuse it. Default:
+            CALL.
     """
     certificates = current().certificates
     if certificates is None:

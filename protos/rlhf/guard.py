@@ -50,7 +50,7 @@ class Guard(grpc.aio.ServerInterceptor):
         granted = self._security.grant(token)
         if granted is None:
             raise NotAuthenticated(
-                "this token is none of the service's"
+                "this token is not one of the service's tokens"
                 if token
                 else f"a token is needed: metadata {HEADER!r} with the value '{SCHEME}TOKEN'"
             )
@@ -104,11 +104,13 @@ class Guard(grpc.aio.ServerInterceptor):
 
 def _check(granted: Access, needed: Access, path: str) -> None:
     if granted < needed:
-        raise NotAllowed(f"{path} needs a token to {needed.word}, and this one is to {granted.word}")
+        raise NotAllowed(
+            f"{path} requires a token of class {needed.word}; the given token is of class {granted.word}"
+        )
 
 
 def _refusal(error: RlhfError) -> grpc.RpcMethodHandler:
-    """Returns a handler that reads nothing and ends a call, of any kind, with the status of an error."""
+    """Returns a handler that ends a unary or streaming call with the status of an error, without reading requests."""
 
     async def refuse(requests: Any, context: Any) -> None:
         await context.abort(error.code, str(error))

@@ -121,8 +121,8 @@ class Security:
     allow_plaintext: bool = False
 
     def grant(self, token: str) -> Access | None:
-        """Returns the class that a client with this token may use, ADMINISTER where this process asks for none; None
-        for a token that is none of `tokens`. Takes the same time for every token of a length."""
+        """Returns the class that a client with this token may use; None if the token is not in `tokens`. Returns
+        ADMINISTER if this process requires no token. Takes the same time for all tokens of the same length."""
         if not self.tokens:
             return Access.ADMINISTER
         given, granted = _digest(token), None
@@ -132,8 +132,9 @@ class Security:
         return granted
 
     def token_for(self, access: Access) -> str:
-        """Returns the token for a server of which only methods up to a class are called: `token`, or that of the lowest
-        class among `tokens` that suffices; else that of the highest; empty: none."""
+        """Returns the token to send to a server whose methods up to class `access` are called: `token` if it is set,
+        else that of the lowest sufficient class in `tokens`, or of the highest class if none suffices. Empty without
+        tokens."""
         enough = [each for each in self.tokens if each >= access]
         chosen = min(enough, default=max(self.tokens, default=None))
         return self.token or (self.tokens[chosen] if chosen is not None else "")

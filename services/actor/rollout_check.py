@@ -1,4 +1,4 @@
-"""Compares the weights that an actor generates with with those that it trains."""
+"""Compares the weights of an actor's rollout engine with those of its training engine."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from services.rollout.base import RolloutEngine
 
 
 def verify_rollout(rollout: RolloutEngine, weights: GenerationWeights, check: WeightCheck) -> None:
-    """Loads the weights of the training engine into the rollout engine, which must have those of the same policy
-    version already, and compares the checksums of the rollout engine's tensors before and after. Collective.
+    """Compares the checksums of the rollout engine's tensors before and after it loads the training engine's weights.
+    Both engines must have the same policy version. Collective.
 
     Args:
         rollout: Rollout engine of this rank.
         weights: Source of its weights.
-        check: Tells all ranks what any of them finds.
+        check: Raises the differences of any rank on all ranks.
 
     Raises:
-        CorruptWeights: A tensor has changed, so it was not what the training engine has.
+        CorruptWeights: A tensor has changed, so it differed from the training engine's weights.
     """
     before = checksums_of(rollout.held()).of
     rollout.load_weights(weights.rollout_weights())
     after = checksums_of(rollout.held()).of
     check.raise_together(
-        f"{key[0]} on rank {dist.get_rank()} is not what the training engine has"
+        f"{key[0]} on rank {dist.get_rank()} differs from the training engine's"
         for key, checksum in after.items()
         if before.get(key) != checksum
     )

@@ -213,15 +213,15 @@ class ActorWorker(ModelWorker):
         self.rollout.wake()
 
     def verify_copies(self, call: CallContext) -> None:
-        """Compares the weights that the rollout engine generates with with those of the training engine, if they are of
-        the same policy version and it is awake on all ranks."""
+        """Compares the weights of the rollout engine with those of the training engine, if both have the same policy
+        version and the rollout engine is awake on all ranks."""
         is_apart = self._rollout_version != self.policy_version or self.rollout.is_asleep
         if not any(self.ranks.total([is_apart], call.peers_deadline)):
             verify_rollout(self.rollout, self._generation_weights, self.weight_check)
 
     def _update_rollout(self, call: CallContext) -> None:
-        """Loads the training engine's weights into the rollout engine, on all ranks, if on any rank those of the
-        rollout engine are of a different policy version. Collective."""
+        """Loads the training engine's weights into the rollout engine on all ranks if their policy versions differ on
+        any rank. Collective."""
         is_outdated = self._rollout_version != self.policy_version
         if not any(self.ranks.total([is_outdated], call.peers_deadline)):
             return

@@ -59,14 +59,13 @@ class AccumulatingEngine(TrainEngine):
     _sums: LossAccumulator | None = None
     """Sums of the optimizer step whose gradient is held."""
     _counts_loss: bool = True
-    """Whether the loss of this rank's micro-batches is added to the sum over ranks, not that of another rank with the
-    same ones."""
+    """Whether the sum of the loss over ranks includes this rank. False if another rank computes the same micro-batches
+    and contributes their loss."""
 
     @abstractmethod
     def _run_passes(self, micro_batches: Sequence[MicroBatch], losses: PassLosses[Output]) -> None:
-        """Runs forward and backward passes of micro-batches, and adds their gradients to those of earlier ones since
-        the last `_drop_gradients`. Where `losses` has no loss of a micro-batch, that of its backward pass is 0.
-        Collective."""
+        """Runs the forward and backward passes of micro-batches and accumulates their gradients. If `losses` returns no
+        loss for a micro-batch, its backward pass uses a loss of 0. Collective."""
 
     @abstractmethod
     def _store_gradients(self) -> None:
@@ -82,14 +81,14 @@ class AccumulatingEngine(TrainEngine):
 
     @property
     def holds_gradient(self) -> bool:
-        """Whether this rank holds a gradient that `accumulate` has begun."""
+        """Whether this rank holds a gradient from `accumulate`."""
         return self._sums is not None
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], head: Head[Output], loss_fn: LossFn[Output]
     ) -> None:
-        """Begins the gradient of the next `step`, or goes on with it: the step is then on the sum of `loss_fn` over
-        these micro-batches too, as if they came before its own. Changes no weight. Collective.
+        """Accumulates the gradient of micro-batches for the next `step`, whose loss then includes them, as if they
+        preceded its own micro-batches. Does not change weights. Collective.
 
         Args:
             micro_batches, head, loss_fn: As in `step`, with the errors of that.
@@ -103,7 +102,7 @@ class AccumulatingEngine(TrainEngine):
             raise
 
     def drop_gradient(self) -> None:
-        """Drops the gradient that `accumulate` has begun, if there is one. Not collective."""
+        """Frees the gradient that `accumulate` has computed, if there is one. Not collective."""
         if self.holds_gradient:
             self._end_gradient()
 

@@ -35,7 +35,7 @@ graph, and statistics by name, detached scalars that are summed over micro-batch
 
 
 class RejectedGradient(ArithmeticError):
-    """The gradient of a step is not one to take. Raised on every rank alike, before any weight has moved."""
+    """The gradient of a step is rejected. Raised on every rank, before any weight changes."""
 
 
 class NonFiniteGradient(RejectedGradient):
@@ -100,7 +100,7 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Arguments of `TrainEngine.create` that every service has, beside its table.
+    """Arguments of `TrainEngine.create` that are not in the table of the service.
 
     Args:
         load: loads the role's model from a directory.

@@ -299,14 +299,14 @@ class ShardedEngine(AccumulatingEngine):
                 moments["step"].fill_(num_steps)
 
     def shards(self, state: Mapping[str, Tensor]) -> dict[str, WeightShard]:
-        """Returns a `WeightShard` of each tensor, which are given by name as in a snapshot; not copies."""
+        """Returns a `WeightShard` of each tensor of `state`, whose keys are those of a snapshot. Does not copy."""
         return {name: self._shard(_weight_name(name), x) for name, x in state.items()}
 
 
 def snapshot_weights(engine: ShardedEngine, snapshot: Snapshot) -> Iterator[tuple[str, WeightShard]]:
-    """Yields name and shard of each weight in an engine's last snapshot, tied ones by their first name. Values that are
-    written to them are those that `restore` gives the engine. Blocks until the snapshot has been copied, since its
-    copies would overwrite them."""
+    """Yields the name and shard of each weight in an engine's last snapshot; tied weights once, by their first name.
+    Values written to the shards are loaded by `restore`. Blocks until the snapshot is complete, since its copies would
+    overwrite these values."""
     engine._snapshots.finish()
     weights = {name: x for name, x in snapshot.tensors.items() if name.startswith("weight.")}
     for name, shard in engine.shards(weights).items():

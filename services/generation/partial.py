@@ -1,4 +1,4 @@
-"""Responses that several calls generate, each of which goes on where the one before ended."""
+"""Responses that are generated in several calls, each of which continues the responses of the previous call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PartialResponses:
 
     @classmethod
     def of(cls, rows: CallRows) -> Self:
-        """Returns what the columns COLUMNS of a call have; empty responses if it has none of them.
+        """Returns the responses in the columns COLUMNS of a call; empty responses if the call has no such columns.
 
         Raises:
             InvalidRequest: Only some of the columns are given, or their rows have different lengths.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BUSY = frozenset({408, 409, 425, 429})
 """HTTP status codes, besides those from 500, after which the request is retried."""
 MAX_RETRY_AFTER_S = 60.0
-"""Maximum seconds of a Retry-After header that are waited; a longer one makes the row an error."""
+"""Longest Retry-After, in seconds, after which a request is retried; a longer one makes the row an error."""
 MAX_QUOTE = 200
 """Maximum number of characters of a completion that an error message quotes."""
 
@@ -34,7 +34,7 @@ _FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 
 class Busy(Exception):
-    """A request to the judge failed in a way that a retry may mend, after at least `wait_s` seconds."""
+    """A request to the judge failed; a retry after at least `wait_s` seconds may succeed."""
 
     def __init__(self, failure: str, wait_s: float = 0.0) -> None:
         super().__init__(failure)
@@ -132,8 +132,8 @@ class JudgeScorer(Scorer):
             wait_s = _retry_after_s(reply.headers.get("retry-after", ""))
             if wait_s > MAX_RETRY_AFTER_S:
                 raise RewardFailed(
-                    f"HTTP {reply.status_code}, to be tried again after {wait_s:g} s; at most "
-                    f"{MAX_RETRY_AFTER_S:g} s are waited"
+                    f"HTTP {reply.status_code} with Retry-After {wait_s:g} s; the longest allowed is "
+                    f"{MAX_RETRY_AFTER_S:g} s"
                 )
             raise Busy(f"HTTP {reply.status_code}", wait_s)
         if not reply.is_success:
@@ -141,7 +141,7 @@ class JudgeScorer(Scorer):
         try:
             return reply.json()
         except (ValueError, RecursionError):
-            raise RewardFailed(f"the answer is no JSON: {_quote(reply.text)}") from None
+            raise RewardFailed(f"the answer is not valid JSON: {_quote(reply.text)}") from None
 
 
 def fill(rubric: str, row: reward_pb2.TextRow) -> str:
@@ -163,9 +163,9 @@ def read_completion(answer: Any) -> str:
         choice = answer["choices"][0]
         said, reason = choice["message"]["content"], choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise RewardFailed(f"the answer is no chat completion: {_quote(str(answer))}") from None
+        raise RewardFailed(f"the answer is not a chat completion: {_quote(str(answer))}") from None
     if not isinstance(said, str):
-        raise RewardFailed(f"the judge said no text: {_quote(str(said))}")
+        raise RewardFailed(f"the chat completion has no text: {_quote(str(said))}")
     if reason == "length":
         raise RewardFailed(f"the judge was cut off at max_tokens: ...{said[-MAX_QUOTE:]!r}")
     return said
@@ -179,14 +179,16 @@ def read_score(said: str, table: JudgeTable) -> float:
         table: The judge's config, with the pattern of a score and its bounds.
 
     Raises:
-        RewardFailed: The completion contains no score, several different ones, one out of bounds, or a match of the
-            pattern that is no number.
+        RewardFailed: The completion contains no score, several different scores, a score out of bounds, or a match of
+            the pattern that is not a number.
     """
     scores = sorted({_number(found, said) for found in re.findall(table.verdict_pattern, said)})
     if not scores:
-        raise RewardFailed(f"no score in what the judge said: {_quote(said)}")
+        raise RewardFailed(f"the judge's answer contains no score: {_quote(said)}")
     if len(scores) > 1:
-        raise RewardFailed(f"the judge gave several scores: {', '.join(f'{score:g}' for score in scores)}")
+        raise RewardFailed(
+            f"the judge's answer contains several scores: {', '.join(f'{score:g}' for score in scores)}"
+        )
     (score,) = scores
     if not table.lowest <= score <= table.highest:
         raise RewardFailed(f"score {score:g} is not between {table.lowest:g} and {table.highest:g}")
@@ -197,7 +199,7 @@ def _number(found: str, said: str) -> float:
     try:
         return float(found)
     except ValueError:
-        raise RewardFailed(f"{found!r} is no number, in {_quote(said)}") from None
+        raise RewardFailed(f"the score {found!r} is not a number, in {_quote(said)}") from None
 
 
 def _authorization(variable: str) -> dict[str, str]:

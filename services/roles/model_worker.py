@@ -275,7 +275,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
 
 
 def _limits_of(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Returns the limits that Describe tells of a rank that computes in this data type on this device."""
+    """Returns the limits that Describe reports for a rank that computes in this data type on this device."""
     if device.type == "cpu":
         return ["Offload and Onload move nothing: weights are in host memory already"]
     if dtype == torch.float32:

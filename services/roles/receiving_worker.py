@@ -32,7 +32,7 @@ class Inbox(ABC):
     """Receives the weights of transfers into the engine of a rank.
 
     Args:
-        second_buffer: Whether weights arrive beside those that the engine has.
+        second_buffer: Whether weights are received into a second buffer while the engine keeps its own.
 
     Attributes:
         versions: The version that the engine has, and the one that has arrived.
@@ -167,13 +167,13 @@ class ReceivingWorker(LanguageWorker):
             raise known_to_all(Refused("ranks have weights of different transfers: sync_weights again"))
 
     def _own_index(self, transfer: WeightTransfer) -> int:
-        """Returns the index of this rank among the receivers of a transfer; raises InvalidRequest if it is none of
-        them."""
+        """Returns the index of this rank among the receivers of a transfer; raises InvalidRequest if it is not a
+        receiver."""
         endpoint = self.ranks.endpoints[self.ranks.rank]
         for index, receiver in enumerate(transfer.receivers):
             if (receiver.endpoint.address, receiver.endpoint.epoch) == (endpoint.address, endpoint.epoch):
                 return index
-        raise InvalidRequest(f"transfer.receivers: {endpoint.address} is none of them")
+        raise InvalidRequest(f"transfer.receivers: must contain this rank, {endpoint.address}")
 
     def _keep(self, version: Version) -> None:
         """Notes that the rank has the weights of a transfer already, which therefore sends it none. Raises Refused if

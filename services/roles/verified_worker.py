@@ -39,7 +39,7 @@ class VerifiedWorker(Worker):
         return CallResult(fields={"verified_bytes": verified})
 
     def verify_before_update(self, call: CallContext) -> None:
-        """Compares the weights with what they were at the last VerifyWeights, where there was no update since.
+        """Compares the weights with their checksums of the last VerifyWeights, unless they were updated since then.
         Collective."""
         if self.weight_check.is_armed:
             self._check_onloaded(call)

@@ -124,10 +124,11 @@ class WeightCheck:
             self._known = Checksums(frozen, frozenset(), self._known.nbytes)
 
     def raise_together(self, found: Iterable[str]) -> None:
-        """Raises CorruptWeights on every rank if any rank has found something, with what each of them has. Collective.
+        """Raises CorruptWeights on every rank if any rank reports a corrupt tensor. The message has the reports of all
+        ranks. Collective.
 
         Args:
-            found: What this rank has found, one text for each tensor.
+            found: Reports of this rank, one text for each corrupt tensor.
         """
         texts = list(found)
         more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
@@ -139,13 +140,13 @@ class WeightCheck:
     def _changed(self, now: Checksums) -> list[str]:
         known = self._known.of if self._known is not None else {}
         return [
-            f"{key[0]} on rank {dist.get_rank()} has changed since it was verified last"
+            f"{key[0]} on rank {dist.get_rank()} has changed since it was last verified"
             for key, checksum in now.of.items()
             if known.get(key, checksum) != checksum
         ]
 
     def _unequal(self, now: Checksums) -> list[str]:
-        """Returns what differs between replicas, of which the lowest rank that has one tells. Collective."""
+        """Returns the tensors that differ between replicas. The lowest rank with a replica reports each. Collective."""
         keys = {_signed(f"{name} {place}".encode()): (name, place) for name, place in now.of}
         table = torch.tensor([[short, now.of[key]] for short, key in keys.items()], dtype=torch.int64)
         ranks_by_checksum: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -161,7 +162,7 @@ class WeightCheck:
 
 
 def _odd_ones(replicas: list[list[int]]) -> str:
-    """Says which ranks have other replicas than most; which ranks differ, where there is no majority.
+    """Returns a text that names the ranks whose replicas differ from the majority, or all ranks if there is none.
 
     Args:
         replicas: Ranks with equal replicas, for each value of the replica.

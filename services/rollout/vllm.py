@@ -119,8 +119,8 @@ class VLLMRollout(RolloutEngine):
         check_names(came, self._names)
 
     def held(self) -> Iterator[HeldTensor]:
-        """Yields the tensors of vLLM's model on this rank. On a CPU it keeps most weights in a packed form that is
-        none of them."""
+        """Yields the tensors of vLLM's model on this rank. On a CPU, vLLM keeps most weights in a packed form, which is
+        not included."""
         (tensors,) = self._engine.collective_rpc(_model_tensors)
         for name, tensor in tensors.items():
             yield HeldTensor(f"generation.{name}", f"of rank {dist.get_rank()}", tensor, learns=True)

@@ -1,4 +1,4 @@
-"""Receives the weights of a transfer into a rollout engine, beside those that it generates with or in their place."""
+"""Receives the weights of a transfer into a rollout engine: into a second buffer, or in place."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class WeightInbox(Inbox):
     Args:
         engine: Rollout engine of this rank.
         wanted: The weights that it generates with.
-        second_buffer: Whether weights arrive beside those that the engine has. If not, they arrive in its own memory
-            (`RolloutEngine.weight_memory`), or are loaded tensor by tensor where the engine has none to write to.
+        second_buffer: Whether weights are received into a second buffer. If not, they are written to the engine's own
+            memory (`RolloutEngine.weight_memory`), or loaded tensor by tensor if the engine exposes no memory.
 
-    With a second buffer, `receive` and `keep` may be called on one thread while the engine generates, and all other
-    methods are called, on another one.
+    With a second buffer, one thread may call `receive` and `keep` while the engine generates and another thread calls
+    the other methods.
     """
 
     def __init__(self, engine: RolloutEngine, wanted: WantedWeights, *, second_buffer: bool) -> None:
@@ -40,13 +40,13 @@ class WeightInbox(Inbox):
         return self.wanted.slices()
 
     def receive(self, version: Version, pieces: Iterable[Piece]) -> int:
-        coming = _Coming(pieces, self._note_first)
+        counted = _CountedPieces(pieces, self._note_first)
         try:
             if self._second_buffer:
-                self.wanted.write(self._emptied_buffer(), coming)
+                self.wanted.write(self._emptied_buffer(), counted)
             else:
-                self._receive_in_place(coming)
-            received = coming.nbytes
+                self._receive_in_place(counted)
+            received = counted.nbytes
             if received != self._expected:
                 raise TransferError(f"{received} bytes of weights have arrived, of {self._expected}")
             with self.lock:
@@ -64,7 +64,7 @@ class WeightInbox(Inbox):
     def commit(self) -> None:
         arrived = self.versions.arrived
         if arrived is not None and self._is_in_buffer:
-            self.versions.clear()  # until all are loaded
+            self.versions.clear()  # no version is served until all tensors are loaded
             before, buffer, self._buffer = self._engine.weight_memory(), self._buffer, {}
             self._engine.load_weights(self.wanted.named(buffer))
             self._buffer = _spare(buffer, before, self._engine.weight_memory())
@@ -77,7 +77,7 @@ class WeightInbox(Inbox):
                 self._buffer = {}
 
     def _emptied_buffer(self) -> dict[str, Tensor]:
-        """Returns the second buffer for a transfer that begins; what has arrived in it before is lost."""
+        """Returns the second buffer for a new transfer. Discards the weights that an earlier transfer wrote to it."""
         with self.lock:
             self._is_arriving = True
             self.versions.begin()
@@ -85,7 +85,7 @@ class WeightInbox(Inbox):
             return self._buffer
 
     def _note_first(self) -> None:
-        """Notes that the first piece of a transfer is there."""
+        """Notes that the first piece of a transfer has arrived."""
         if not self._second_buffer:
             self.versions.begin()
 
@@ -100,13 +100,13 @@ class WeightInbox(Inbox):
 def _spare(
     buffer: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Returns memory for the next transfer, so that it is not allocated anew: the first write to new memory costs page
-    faults. It is the buffer, or what the engine had before where it has kept tensors of the buffer as its own; none
-    (an empty dictionary) where the engine does not say what it generates with.
+    """Returns the tensors that the next transfer reuses as its buffer, since the first write to newly allocated memory
+    causes page faults. A tensor of the buffer that the engine adopted is replaced by the engine's previous tensor.
+    Returns an empty dictionary if the engine does not expose its weights.
 
     Args:
-        buffer: The tensors that the engine was given.
-        before, after: `RolloutEngine.weight_memory` before and after that.
+        buffer: The tensors that were loaded into the engine.
+        before, after: `RolloutEngine.weight_memory` before and after the load.
     """
     spare = {}
     for name, tensor in buffer.items():
@@ -117,15 +117,15 @@ def _spare(
     return spare
 
 
-class _Coming:
-    """Iterable that passes pieces on and counts their bytes.
+class _CountedPieces:
+    """Iterable over the pieces of a transfer that counts their bytes.
 
     Args:
         pieces: The pieces.
-        begin: Called when the first of them is there.
+        begin: Called before the first piece is yielded.
 
     Attributes:
-        nbytes: Bytes of the pieces so far.
+        nbytes: Total size in bytes of the pieces yielded so far.
     """
 
     def __init__(self, pieces: Iterable[Piece], begin: Callable[[], None]) -> None:

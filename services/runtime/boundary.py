@@ -77,7 +77,7 @@ class RpcBoundary:
             make, function = grpc.unary_unary_rpc_method_handler, self._unary(method, handler)
         return make(
             function,
-            request_deserializer=None,  # parsed here, so that a request that is none is an error like any other
+            request_deserializer=None,  # parsed here, so that an invalid message is reported like any other error
             response_serializer=method.response.SerializeToString,  # type: ignore[attr-defined]
         )
 

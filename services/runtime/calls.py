@@ -25,7 +25,7 @@ class ActiveCall:
         context: The call as its method sees it.
         timing: Timing message of the response, filled in while the call runs.
         ticket: Place of the call in the order of calls. That of a call that runs beside the others waits in no queue.
-        beside: Whether the call runs beside those that have an order.
+        beside: Whether the call runs concurrently with ordered calls.
         fetch: Future of the call's rows; None for a call without rows, or before the fetch is queued.
         stopped: Event that is set when the call is asked to stop, together with `context.cancelled`.
         callers: Number of callers that wait for the response; a caller whose connection is lost no longer counts.
@@ -67,5 +67,5 @@ class ActiveCall:
         when = f"the last {since_s:.1f} s ago" if is_known else "none so far"
         done = f", {context.done} of {context.done_of} done" if context.done_of else ""
         raise DeadlineExceeded(
-            f"{self.method.name} ran past its deadline and goes on{done}; signs of progress: {when}"
+            f"{self.method.name} ran past its deadline and is still running{done}; signs of progress: {when}"
         )

@@ -1,5 +1,5 @@
 """The compute thread of one rank, which runs methods one at a time and makes a call that fails on one rank fail on
-all; and a thread for the calls that run beside those."""
+all ranks; and a second thread for the calls that run concurrently with ordered calls."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from services.runtime.worker import NO_ROWS, CallResult, CallRows, Worker
 
 
 class ComputeThread:
-    """Runs methods of the worker on a separate thread, one at a time, and those of calls that run beside others on a
-    second one.
+    """Runs methods of the worker on a separate thread, one at a time, and methods that run concurrently with ordered
+    calls on a second thread.
 
     Args:
         worker: Worker whose methods are run.
@@ -53,7 +53,7 @@ class ComputeThread:
         """Runs the method of a call on its thread; returns its response message.
 
         Args:
-            call: The call, whose turn it is unless it runs beside others.
+            call: The call. It is its turn, unless the call runs concurrently with ordered calls.
             rows: Rows of the call.
             failure: Error to raise instead of running the method, such as that of the fetch, so that the other ranks
                 learn of it; None to run the method.
@@ -143,9 +143,9 @@ class ComputeThread:
         """Runs a method that all ranks run, and then agrees with them, so that a failure on one fails the call on
         all.
 
-        Before its first agreement a method takes part in no other collective, so a rank that fails there can wait for
-        its peers. After that its peers may be in a collective that needs this rank, and so may never agree: if they
-        do not come within ALONE_S, this raises OutOfStep, upon which the process exits.
+        A method runs no other collective before its first agreement, so a rank that fails before it can wait for its
+        peers. Later, the peers may be blocked in a collective that needs this rank and never reach the agreement: if
+        they do not reach it within ALONE_S, this raises OutOfStep, and the process exits.
         """
         ranks = self._worker.ranks
         first, failure, result = ranks.rounds, None, None

@@ -33,7 +33,7 @@ from services.runtime.turns import Ticket
 from services.runtime.worker import CallContext, Registration, Worker
 
 MAX_BESIDE = 16
-"""Most calls that may wait to run beside those that have an order."""
+"""Maximum number of waiting calls that run concurrently with ordered calls."""
 GRACE_S = 5.0
 """Seconds that `CallQueue.drain` waits for the running call to end, and then for the worker to close."""
 
@@ -147,7 +147,7 @@ class CallQueue:
             InvalidRequest: An endpoint is invalid, or the session has too many.
         """
         if not session or session not in self.sessions.names:
-            raise Refused(f"session {session!r} is not open here, so it introduces nobody")
+            raise Refused(f"session {session!r} is not open on this rank, so its endpoints are not accepted")
         self._introductions.add(session, endpoints)
 
     def cancel(self, call_id: str) -> bool:
@@ -225,20 +225,20 @@ class CallQueue:
 
     @property
     def _beside(self) -> list[ActiveCall]:
-        """The calls that run or wait beside those that have an order."""
+        """The calls that run or wait concurrently with ordered calls."""
         return [call for call in self._calls.values() if call.beside]
 
     def _check(self, header: common_pb2.Call, *, beside: bool) -> None:
         """Raises if this rank may not admit a call with this header.
 
         Args:
-            beside: Whether the call is to run beside those that have an order.
+            beside: Whether the call is to run concurrently with ordered calls.
 
         Raises:
             ServiceLost: The rank is shutting down.
             Restarted: The call is of an earlier epoch: the service has been restarted since.
-            Refused: It is to run beside others and its session is not open.
-            TooManyCalls: It is to run beside others, where MAX_BESIDE wait already.
+            Refused: `beside` is set and its session is not open.
+            TooManyCalls: `beside` is set and MAX_BESIDE such calls wait already.
             InvalidRequest: The call has no sequence number, which a service of several ranks requires.
         """
         ranks = self.worker.ranks
@@ -249,9 +249,12 @@ class CallQueue:
                 f"call of epoch {header.epoch}, but the service is in epoch {ranks.epoch}: it was restarted"
             )
         if beside and header.session not in self.sessions.names:
-            raise Refused(f"session {header.session!r} is not open here, so no call of it runs beside others")
+            raise Refused(
+                f"session {header.session!r} is not open on this rank, so its calls cannot run concurrently with "
+                "ordered calls"
+            )
         if beside and len(self._beside) >= MAX_BESIDE:
-            raise TooManyCalls(f"{MAX_BESIDE} calls beside others wait already; try again later")
+            raise TooManyCalls(f"{MAX_BESIDE} calls without an order wait already; try again later")
         if header.sequence == 0 and ranks.size > 1 and not beside:
             raise InvalidRequest(
                 f"call.sequence is missing; the service has {ranks.size} ranks, which need an order"

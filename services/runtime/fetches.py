@@ -31,10 +31,10 @@ class FetchQueue:
     """Runs fetches on a thread, one at a time, in the order in which they were added. Its methods are not
     thread-safe: they are used from the event loop alone.
 
-    A fetch that is dropped before it starts never starts. One that has started runs on until its deadline, or until
-    no session names the rank that it reads from (`Fetcher.forget`), on a thread that is no longer used otherwise, while
-    the next fetches go on. So a cancelled call delays no other, unless MOST_ABANDONED fetches run on already: then the
-    next fetches of the queue wait for it.
+    A fetch that is dropped before it starts never starts. A fetch that is dropped later continues until its deadline,
+    or until no session refers to its source rank (`Fetcher.forget`), on a thread that is not reused, while the next
+    fetches run on another thread. So a cancelled call delays no other call, unless MOST_ABANDONED dropped fetches are
+    running already: then the next fetches of the queue wait for it.
 
     Args:
         abandoned: Fetches of all queues of the rank that were dropped while they ran.

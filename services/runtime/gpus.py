@@ -70,7 +70,7 @@ def check_ranks(name: str, device: str, environment: Mapping[str, str]) -> None:
         )
     if DRIVER.exists() and environment.get("LOCAL_RANK", "0") == "0":
         logging.warning(
-            "warning: this host has NVIDIA GPUs, and torch %s can use none of them, so ranks compute on the CPU; "
+            "warning: this host has NVIDIA GPUs, but torch %s cannot use them, so ranks compute on the CPU; "
             "device = 'cuda' makes this an error",
             torch.__version__,
         )

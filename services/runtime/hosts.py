@@ -75,7 +75,7 @@ def source_host(target: str) -> str:
             host = probe.getsockname()[0]
     except OSError as error:
         raise ConfigError(
-            f"there is no way from here to {target}, where rank 0 is: {error.strerror}"
+            f"this host has no route to {target}, the host of rank 0: {error.strerror}"
         ) from None
     return f"[{host}]" if family == socket.AF_INET6 else host
 

@@ -1,5 +1,5 @@
-"""Keeps the endpoints that this rank may connect to: those of its own service, and those that a session's controller
-has introduced (WorkerService.Introduce)."""
+"""Endpoints to which this rank may connect: those of its own service, and those that the controllers of sessions have
+introduced (WorkerService.Introduce)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlhf.errors import InvalidRequest
 from rlhf.v1 import common_pb2
 
 MOST_ENDPOINTS = 1 << 16
-"""Most endpoints that a session may introduce to one rank."""
+"""Maximum number of endpoints that a session may introduce to one rank."""
 MOST_BYTES = 1024
-"""Most bytes of a serialized endpoint that is introduced; those of real ranks have some 200."""
+"""Maximum size of a serialized endpoint; those of ranks have about 200 bytes."""
 
 
 class Introductions:
@@ -70,22 +70,22 @@ class Introductions:
                 self._forget(endpoint)
 
     def check(self, session: str, endpoints: Iterable[common_pb2.Endpoint]) -> None:
-        """Raises InvalidRequest if one of these endpoints neither was introduced by the session nor is of this rank's
-        own service; the message has the first such endpoint."""
+        """Raises InvalidRequest if one of these endpoints neither was introduced by the session nor belongs to this
+        rank's own service. The message names the first such endpoint."""
         known = self._sessions.get(session, {})
         strangers = [e for e in map(endpoint_from_proto, endpoints) if known.get(e.address) != e]
         own = {e.address: e for e in self._own() if e is not None} if strangers else {}
         for stranger in strangers:
             if own.get(stranger.address) != stranger:
                 is_known = stranger.address in {**known, **own}
-                as_said = ", as it is given here," if is_known else ""
+                hint = "; a different endpoint with this address is known" if is_known else ""
                 raise InvalidRequest(
-                    f"the endpoint {stranger}{as_said} is none that session {session!r} has introduced to this "
-                    "rank (WorkerService.Introduce)"
+                    f"session {session!r} has not introduced the endpoint {stranger} to this rank "
+                    f"(WorkerService.Introduce){hint}"
                 )
 
     def _check(self, endpoint: common_pb2.Endpoint) -> None:
-        """Raises InvalidRequest if an endpoint is not one that a rank could have, such as one with an invalid port."""
+        """Raises InvalidRequest if an endpoint is invalid, for example if its port is."""
         where = f"endpoint {endpoint.address[:100]!r}"
         if endpoint.ByteSize() > MOST_BYTES:
             raise InvalidRequest(f"{where} has {endpoint.ByteSize()} bytes; at most {MOST_BYTES} are allowed")

@@ -22,10 +22,10 @@ ROWS = ("batch", "text_rows")
 """Names of the request fields whose values differ from rank to rank."""
 
 PAUSE_S = 0.01
-"""Seconds between two rounds of ranks that are at calls of different sessions, none of which has reached all ranks."""
+"""Seconds between two rounds while the ranks are at calls of different sessions and no call has reached all ranks."""
 
 MOST_VOTES = 50
-"""Most calls that ranks vote on at a time; a float64 keeps this many bits."""
+"""Maximum number of calls in one vote; a float64 represents this many bits exactly."""
 
 Note = list[float]
 """Four numbers that identify a call: start of its session in Unix nanoseconds, a checksum of the session's name, the
@@ -33,8 +33,8 @@ call's sequence number, and a checksum of the method and of the request fields t
 
 
 @dataclass
-class Attendance:
-    """This rank's wait for its peers at the beginning of one call.
+class BarrierEntry:
+    """Entry of this rank into the barrier before one call.
 
     Attributes:
         note: The note that identifies the call, from `note_of`.
@@ -58,26 +58,25 @@ class Attendance:
         return self.note[:3]
 
 
-class Meetings:
-    """Barrier of all ranks before each call that they compute together. Used from the event loop alone.
+class CallBarrier:
+    """Barrier of all ranks before each collective call. Used from the event loop only.
 
-    At the barrier each rank sends a note that identifies its call, and receives the notes of all ranks once all have
-    sent one. A call may be stopped, or reach its deadline, before that, and the rank then goes on to later calls. A
-    note that was sent cannot be taken back: the rank keeps waiting at the barrier of that call in the background, and
-    tells peers that arrive there that it no longer wants the call. If more calls are given up meanwhile, the rank
-    waits for the last of them alone.
+    At the barrier, the ranks all-gather notes that identify their calls. A call may be stopped, or reach its deadline,
+    before the all-gather completes; the rank then continues with later calls. An all-gather that has begun cannot be
+    revoked: the rank stays in the barrier of the abandoned call in the background, and informs peers that enter it
+    that it no longer runs the call. If it abandons further calls meanwhile, it enters only the barrier of the last one.
 
-    Where sessions share the service, their calls may arrive in different orders on different ranks. Ranks that come
-    with calls of different sessions vote on them: each says which of these calls it could begin now. All ranks then
-    begin the first one, in the order of the ranks that came with them, that all could begin; so each session's calls
-    keep their order. If there is none, the ranks meet again after PAUSE_S.
+    If several sessions share the service, their calls may arrive in different orders on different ranks. Ranks that
+    enter the barrier with calls of different sessions vote: each rank reports which of these calls it can begin now.
+    All ranks then begin the first call, in rank order, that every rank can begin, so the calls of each session keep
+    their order. If there is no such call, the ranks repeat the barrier after PAUSE_S.
 
     Args:
         ranks: Ranks of the service.
-        leave: Prints a reason and ends this process. Called if a peer dies while this rank waits for a call that it
-            has given up, so that no caller would see the error.
-        others: Returns the notes of the calls of other sessions that this rank could begin in place of the one that it
-            has come with. Default None: one session has the service at a time, and a younger one supersedes it.
+        leave: Prints a reason and ends this process. Called if a peer dies while this rank is in the barrier of a call
+            that it has abandoned, since no caller would receive the error.
+        others: Returns the notes of the calls of other sessions that this rank can begin in place of its own. Default
+            None: the service has one session at a time, and a younger session supersedes it.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Meetings:
         self._leave = leave
         self._others = others
         self._turn = asyncio.Lock()
-        self._attending: dict[asyncio.Task[Note], Attendance] = {}
+        self._entries: dict[asyncio.Task[Note], BarrierEntry] = {}
 
     async def meet(self, note: Note, stopped: asyncio.Event, deadline: float) -> Note | None:
         """Waits until every rank is ready to begin this call, or all agree to begin another session's call first.
@@ -110,34 +109,34 @@ class Meetings:
             InvalidRequest: The ranks received different requests with the same sequence number.
             OutOfStep: A peer died.
         """
-        mine = Attendance(note)
-        for earlier, attendance in self._attending.items():
-            if not attendance.has_begun:
+        mine = BarrierEntry(note)
+        for earlier, entry in self._entries.items():
+            if not entry.has_begun:
                 earlier.cancel()
-        attending = asyncio.create_task(self._attend(mine))
-        self._attending[attending] = mine
-        attending.add_done_callback(self._end)
+        entering = asyncio.create_task(self._enter(mine))
+        self._entries[entering] = mine
+        entering.add_done_callback(self._end)
         waiting = asyncio.ensure_future(stopped.wait())
         timeout_s = max(deadline - time.monotonic(), 0)
-        await asyncio.wait([attending, waiting], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([entering, waiting], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
-        if not attending.done():
+        if not entering.done():
             mine.is_wanted = False
             return None
-        return attending.result()
+        return entering.result()
 
-    def _end(self, attending: asyncio.Task[Note]) -> None:
-        """Forgets a barrier that this rank has left; ends the process if a peer died there and no caller would see
-        it."""
-        mine = self._attending.pop(attending)
-        error = None if attending.cancelled() else attending.exception()
+    def _end(self, entering: asyncio.Task[Note]) -> None:
+        """Removes the entry of a barrier that this rank has left. Ends the process if a peer died in the barrier of an
+        abandoned call, since no caller would receive the error."""
+        mine = self._entries.pop(entering)
+        error = None if entering.cancelled() else entering.exception()
         if isinstance(error, OutOfStep) and not mine.is_wanted:
             self._leave(str(error))
 
-    async def _attend(self, mine: Attendance) -> Note:
-        """Waits at the barrier of one call until all ranks have come to it, and returns its note, or that of another
-        session's call, which all ranks are to begin first; raises as `_check` if they cannot begin it. If this rank no
-        longer wants the call by then, tells its peers, whose call fails, and returns its note."""
+    async def _enter(self, mine: BarrierEntry) -> Note:
+        """Waits in the barrier of one call until all ranks have entered it. Returns the note of the call, or the note
+        of another session's call that all ranks begin first; raises as `_check` if they cannot begin the call. If this
+        rank has abandoned the call by then, informs its peers, whose call fails, and returns the note."""
         async with self._turn:
             mine.has_begun = True
             while (notes := await self._round(mine.note)) != [mine.note] * len(notes):
@@ -154,19 +153,19 @@ class Meetings:
                 elif first != mine.note:
                     return first
             if not mine.is_wanted:
-                # The peers begin the call. This takes part in their first agreement, as a rank that failed before it.
+                # The peers begin the call. This rank joins their first agreement as one that has failed.
                 await self._round([True])
             return mine.note
 
-    def _vote(self, mine: Attendance, notes: Sequence[Note]) -> int:
-        """Returns the calls that this rank could begin now, of those that the ranks have come with: bit i stands for
-        the i-th different note, in rank order."""
+    def _vote(self, mine: BarrierEntry, notes: Sequence[Note]) -> int:
+        """Returns the calls that this rank can begin now as a bit mask: bit i stands for the i-th distinct note of
+        `notes`, in rank order."""
         possible = [*(self._others() if self._others else ()), *([mine.note] if mine.is_wanted else ())]
         return sum(1 << i for i, note in enumerate(_different(notes)) if note in possible)
 
-    def _check(self, mine: Attendance, notes: Sequence[Note], wanted: Sequence[float]) -> None:
-        """Raises if this call cannot begin; returns if it still may, once ranks arrive that are at earlier calls or at
-        calls of other sessions that share the service. All ranks see the same notes and so decide alike.
+    def _check(self, mine: BarrierEntry, notes: Sequence[Note], wanted: Sequence[float]) -> None:
+        """Raises if this call cannot begin. Returns if it may begin later, after ranks that are at earlier calls or at
+        calls of other sessions. All ranks have the same notes and so reach the same decision.
 
         Args:
             mine: The call on this rank.
@@ -174,23 +173,29 @@ class Meetings:
             wanted: For each rank, 1 if it still wants its call, else 0.
 
         Raises:
-            PeerFailed: A rank has given this call up, or is at a later one of the session.
-            Refused: A rank is at a call of a later session, so this session has been superseded.
+            PeerFailed: A rank has abandoned this call, or is at a later call of the session.
+            Refused: A rank is at a call of a younger session, so this session has been superseded.
             InvalidRequest: A rank received a different request with the same sequence number.
         """
         gone = [str(rank) for rank, note in enumerate(notes) if note == mine.note and not wanted[rank]]
         if gone:
-            raise known_to_all(PeerFailed(f"nobody waits for the call on rank {', '.join(gone)} any more"))
+            raise known_to_all(PeerFailed(f"rank {', '.join(gone)} no longer waits for this call"))
         for rank, note in enumerate(notes):
             if note[:2] != mine.session:
                 if self._others is None and note[:2] > mine.session:
                     raise known_to_all(
-                        Refused(f"the call's session was superseded: rank {rank} is at a younger one")
+                        Refused(f"the call's session was superseded: rank {rank} is in a younger session")
                     )
             elif note[:3] > mine.order:
-                raise known_to_all(PeerFailed(f"rank {rank} was not sent this call, and is at a later one"))
+                raise known_to_all(
+                    PeerFailed(
+                        f"rank {rank} has not received this call and is at a later call of the session"
+                    )
+                )
             elif wanted[rank] and note[:3] == mine.order and note != mine.note:
-                raise known_to_all(InvalidRequest(f"rank {rank} was sent another request by the same number"))
+                raise known_to_all(
+                    InvalidRequest(f"rank {rank} received a different request with the same sequence number")
+                )
 
     async def _round(self, note: Note) -> list[Note]:
         """Begins an all-gather of `note`, waits for it, and returns the notes of all ranks, in rank order and without
@@ -214,11 +219,11 @@ def note_of(method: Method, request: Any) -> Note:
 
 
 def _different(notes: Sequence[Note]) -> list[Note]:
-    """Returns the different notes, in the order of their first ranks; at most MOST_VOTES."""
+    """Returns the distinct notes, in the order of their first ranks; at most MOST_VOTES."""
     return [note for i, note in enumerate(notes) if note not in notes[:i]][:MOST_VOTES]
 
 
 def _first_of_all(notes: Sequence[Note], votes: Sequence[int]) -> Note | None:
-    """Returns the first of the different notes that all ranks have voted for; None if there is none."""
+    """Returns the first distinct note that all ranks have voted for; None if there is none."""
     common = functools.reduce(operator.and_, votes)
     return next((note for i, note in enumerate(_different(notes)) if common >> i & 1), None)

@@ -17,11 +17,11 @@ REMEMBERED_CALLS = 256
 flight."""
 
 REMEMBERED_BYTES = 16 << 20
-"""Most bytes, serialized, of the responses of a session kept for retries. References to many rows take up to a mebibyte
-per call."""
+"""Maximum total size, serialized, of the responses of a session that are kept for retries. References to many rows take
+up to a mebibyte per call."""
 
 REMEMBERED_SESSIONS = 32
-"""Most sessions whose responses are kept; more than are open at a time."""
+"""Maximum number of sessions whose responses are kept; more than can be open at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class _Ended:
 
 
 class ResponseMemory:
-    """Futures of the responses of calls: of all calls that have not ended, and of those that ended most recently.
+    """Futures of the responses of all running calls and of the most recently ended calls.
 
-    If more than REMEMBERED_CALLS or REMEMBERED_BYTES of a session's ended calls are kept, those that ended first are
-    dropped; the response of the call that ended last is kept whatever its size. So sessions that share the rank do not
-    drop each other's responses. Calls without a sequence number count as those of one session. Not thread-safe: used
-    from the event loop alone.
+    The limits REMEMBERED_CALLS and REMEMBERED_BYTES apply per session, so sessions that share the rank do not evict
+    each other's responses. Above a limit, the responses of the calls that ended first are dropped; the response of the
+    last call is kept whatever its size. Calls without a sequence number count as one session. Not thread-safe: used
+    from the event loop only.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,10 @@ class ResponseMemory:
         if known is None:
             return None
         if (known.path, known.session) != (method.path, call.session):
-            raise InvalidRequest(f"{method.name}: call {call.call_id} was another one; an id is used once")
+            raise InvalidRequest(
+                f"{method.name}: call id {call.call_id} belongs to a call of another method or session; call ids must "
+                "be unique"
+            )
         return known.response
 
     def add(self, method: Method, call: common_pb2.Call, response: asyncio.Future[Any]) -> None:
@@ -97,8 +100,8 @@ class ResponseMemory:
         return next((ended.calls[call_id] for ended in self._ended.values() if call_id in ended.calls), None)
 
     def _end(self, call_id: str, session: str, response: asyncio.Future[Any]) -> None:
-        """Moves a call whose response is done to those of its session that have ended, and drops the session in which
-        no call has ended for the longest time if there are too many."""
+        """Moves a call whose response is done to the ended calls of its session. Drops the responses of the least
+        recently used session if there are too many sessions."""
         ended = self._ended.pop(session, None) or _Ended()
         self._ended[session] = ended
         ended.add(call_id, self._open.pop(call_id))

@@ -16,7 +16,7 @@ from services.runtime.compute import ComputeThread
 from services.runtime.deadlines import ANSWER_S
 from services.runtime.encoding import ResponseEncoder
 from services.runtime.fetches import MOST_ABANDONED, Abandoned, FetchQueue, fetch_rows
-from services.runtime.meetings import Meetings, Note, note_of
+from services.runtime.meetings import CallBarrier, Note, note_of
 from services.runtime.phases import RankPhase
 from services.runtime.sessions import Sessions
 from services.runtime.turn_queue import TurnQueue
@@ -55,7 +55,7 @@ class CallRunner:
         self._fetches = {"": FetchQueue(self._abandoned)}
         self._calls: dict[Ticket, ActiveCall] = {}
         others = self._notes_of_others if sessions.is_shared else None
-        self._meetings = Meetings(worker.ranks, worker.leave, others)
+        self._barrier = CallBarrier(worker.ranks, worker.leave, others)
         self._compute = ComputeThread(worker, ResponseEncoder(worker, store), phase, sessions.check)
 
     def stop(self, call: ActiveCall) -> None:
@@ -94,7 +94,7 @@ class CallRunner:
         return response
 
     async def run_beside(self, call: ActiveCall) -> Any:
-        """Runs a call beside those that have an order; returns the response message of its method, or raises its
+        """Runs a call concurrently with ordered calls; returns the response message of its method, or raises its
         error."""
         return await self._compute.run(call, NO_ROWS, None)
 
@@ -245,10 +245,10 @@ class CallRunner:
         Raises:
             CallCancelled: The call was cancelled while it waited.
             DeadlineExceeded: A rank was not ready before the call's deadline.
-            RlhfError: As `Meetings.meet`, or Refused if the call's session has ended.
+            RlhfError: As `CallBarrier.meet`, or Refused if the call's session has ended.
         """
         context, mine = call.context, note_of(call.method, call.request)
-        note = await self._meetings.meet(mine, call.stopped, context.deadline)
+        note = await self._barrier.meet(mine, call.stopped, context.deadline)
         if note == mine:
             return None
         if note is not None:

@@ -58,7 +58,7 @@ SERVER_OPTIONS = (
 def _device_arena(
     gpu: tuple[Cuda, DeviceTensors] | None, table: ServiceTable
 ) -> tuple[DeviceArena, DeviceTensors] | None:
-    """Returns the arena on a rank's GPU, None where there is none, with what makes tensors of its bytes.
+    """Returns the arena on a rank's GPU and the factory of tensors in it; None if the rank has no such arena.
 
     Raises:
         OutOfSpace: The GPU has too little free memory.

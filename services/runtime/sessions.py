@@ -118,8 +118,8 @@ class Sessions:
             raise Refused(f"session {call.session!r} {how}")
 
     def noticed(self, name: str) -> None:
-        """Notes that a call of a session has come or ended: on a shared rank, its SILENCE_S begin anew, if it is open
-        and not held."""
+        """Notes that a call of a session has arrived or ended. On a shared rank, restarts the SILENCE_S timer of the
+        session if it is open and not held."""
         if silence := self._silences.pop(name, None):
             silence.cancel()
         if self.is_shared and name in self._open and not self._is_held(name):
@@ -167,7 +167,7 @@ class Sessions:
         return self.is_connected(name) or name in self._absences
 
     def _to_end(self, call: common_pb2.Call) -> list[str]:
-        """Returns the sessions that end where the session of a call opens; raises Refused as `open` does."""
+        """Returns the sessions that end when the session of a call opens; raises Refused as `open` does."""
         if call.sequence != 1:
             which = "open here" if self.is_shared else f"the current one ({self._current or 'there is none'})"
             raise Refused(f"session {call.session!r} is not {which}")
@@ -175,12 +175,14 @@ class Sessions:
         if self.is_shared:
             if len(held) >= MOST_SESSIONS:
                 raise Refused(
-                    f"{len(held)} sessions share this service, the most that may; {call.session!r} has to wait until "
-                    "one of them has ended"
+                    f"{len(held)} sessions share this service, the maximum; {call.session!r} has to wait until one of "
+                    "them ends"
                 )
             return [name for name in self._open if name not in held]
         if held and not call.take_over:
-            raise Refused(f"session {held[0]!r} is running here; {call.session!r} may only take it over")
+            raise Refused(
+                f"session {held[0]!r} is open on this rank; {call.session!r} can begin only by taking it over"
+            )
         return list(self._open)
 
     @property

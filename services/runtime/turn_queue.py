@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from services.runtime.turns import Ticket, TurnOrder
 
 MISSING_S = 5.0
-"""Seconds that a rank that runs no call of a session waits for a missing one of it before it runs a later one. Calls
-on a stream arrive in order, so a call that is missing for longer will hardly come."""
+"""Seconds that a rank waits for a missing call of a session, while none of the session runs, before it runs a later
+call. Calls on a stream arrive in order, so a call that is missing for longer is unlikely to arrive."""
 
 
 class TurnQueue:
@@ -24,7 +24,7 @@ class TurnQueue:
 
     @property
     def heads(self) -> Sequence[Ticket]:
-        """Tickets of the calls that wait in `begin`, of each session the one that is its next."""
+        """Tickets of the sessions' next calls that wait in `begin`."""
         return [ticket for ticket in self._turns.heads if ticket in self._waiting]
 
     def next_of(self, session: str) -> int:
@@ -91,14 +91,14 @@ class TurnQueue:
         self._pass_on()
 
     def await_peers(self, ticket: Ticket) -> None:
-        """Notes that the running call, which must be this one, waits for the other ranks: calls that meet nobody may
-        begin, until `resume`, `give_way` or `end`."""
+        """Notes that the running call, which must be this one, waits at the barrier for the other ranks. Calls without
+        a barrier may begin until `resume`, `give_way` or `end`."""
         self._turns.await_peers(ticket)
         self._pass_on()
 
     async def resume(self, ticket: Ticket) -> None:
-        """Begins the call that waited for the other ranks again, which must be this one, once the call that runs
-        meanwhile has ended. Cannot be stopped, since the other ranks begin it."""
+        """Begins this call, which waited at the barrier, as soon as the call that runs meanwhile has ended. Cannot be
+        stopped, since the other ranks begin the call too."""
         self._turns.resume(ticket)
         while not self._turns.may_begin(ticket):
             turn = self._waiting[ticket] = asyncio.get_running_loop().create_future()
@@ -108,8 +108,8 @@ class TurnQueue:
         self._watch_missing()
 
     def give_way(self, ticket: Ticket, to: Ticket) -> None:
-        """Makes the call that waits for the other ranks, which must be this one, wait for another turn, so that the
-        call `to` of another session begins before it. The caller then has to `begin` the call again."""
+        """Moves this call, which waits at the barrier, back into the queue, so that the call `to` of another session
+        begins first. The caller then has to `begin` this call again."""
         self._turns.give_way(ticket, to)
         self._pass_on()
 
@@ -147,8 +147,8 @@ class TurnQueue:
 
     def _pass_over_missing(self, missing: tuple[str, int]) -> None:
         """Ends the wait for the missing call, given as (session, number): the session's waiting call with the lowest
-        sequence number is its next. If the ranks of the service meet for the missing call, `Meetings` fails it, since
-        this rank is past it."""
+        sequence number becomes its next call. If the missing call is collective, `CallBarrier` fails it, since this
+        rank is at a later call."""
         del self._timers[missing]
         self._turns.pass_over_missing(missing[0])
         self._pass_on()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from rlhf.errors import Refused, TooManyCalls
 
 MAX_WAITING = 4096
-"""Most ordered calls, and most unordered calls, that may wait for their turns. A sequence number that is this many or
-more ahead of the next call's is refused."""
+"""Maximum number of waiting ordered calls, and of waiting unordered calls. A sequence number that exceeds that of the
+next call by this number or more is refused."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Session:
         return bool(self.waiting) and self.next not in self.waiting
 
     def pass_over_missing(self) -> None:
-        """Makes the lowest number that waits the next one."""
+        """Makes the lowest waiting sequence number the next one."""
         self.next = min(self.waiting)
         self.abandoned = {number for number in self.abandoned if number > self.next}
 
@@ -68,8 +68,9 @@ class TurnOrder:
     """Decides which call runs next, one at a time: calls of each session in the order of their sequence numbers; of
     several sessions' next calls, and of unordered calls (number 0), the one that arrived first.
 
-    A call whose turn has come may wait for the other ranks (`await_peers`). Meanwhile calls of other sessions that meet
-    nobody may run; it then goes on (`resume`), or all ranks begin another session's call first (`give_way`).
+    A call whose turn has come may wait at a barrier for the other ranks (`await_peers`). Meanwhile calls of other
+    sessions that need no barrier may run. The call then continues (`resume`), or all ranks begin another session's call
+    first (`give_way`).
 
     A sequence number whose call will not run is abandoned (`abandon`, `give_up`) and skipped. A sequence number whose
     call has not arrived is missing: later calls of the session wait for it until `pass_over_missing`.
@@ -139,8 +140,8 @@ class TurnOrder:
 
     @property
     def missing(self) -> dict[str, int]:
-        """Sequence number of the next call of each session whose later calls wait for it while it has not arrived; only
-        of sessions of which no call runs, and none while an unordered call runs."""
+        """Missing sequence numbers by session: the session's next call has not arrived, and later calls wait for it.
+        Omits sessions with a running call; empty while an unordered call runs."""
         if self._running is not None and not self._running.number:
             return {}
         active = [session for session, _ in self._active]
@@ -148,8 +149,9 @@ class TurnOrder:
         return {name: self._sessions[name].next for name in blocked if name not in active}
 
     def may_begin(self, ticket: Ticket) -> bool:
-        """Whether a call may begin now: no call runs, and it is the one that `resume` or `give_way` chose; or they
-        chose none, it is unordered or its session's next call, and the other ranks are not awaited for another one."""
+        """Returns whether a call may begin now. No call may be running. If `resume` or `give_way` has chosen a call,
+        only that call may begin; otherwise any unordered call, and any session's next call. A call with a barrier may
+        not begin while another call waits at its barrier."""
         if self._running is not None:
             return False
         if self._first is not None or (ticket.meets and self._at_barrier is not None):
@@ -174,21 +176,21 @@ class TurnOrder:
             known.skip_abandoned()
 
     def await_peers(self, ticket: Ticket) -> None:
-        """Notes that the running call, which must be this one, waits for the other ranks: calls that meet nobody may
-        begin."""
+        """Notes that the running call, which must be this one, waits at a barrier for the other ranks. Calls without a
+        barrier may begin."""
         self._stop(ticket)
         self._at_barrier = ticket
 
     def resume(self, ticket: Ticket) -> None:
-        """Makes the call that waits for the other ranks, which must be this one, the one that begins next, whether or
-        not its session has ended: the other ranks begin it."""
+        """Makes this call, which waits at a barrier, the next one to begin, even if its session has ended, since the
+        other ranks begin it too."""
         assert self._at_barrier is ticket, "another call waits"
         self._first = ticket
 
     def give_way(self, ticket: Ticket, to: Ticket) -> None:
-        """Makes the call that waits for the other ranks, which must be this one, wait for another turn, with its place
-        among the others, and the call `to` of another session the one that begins next. If `to` no longer waits to be
-        its session's next, the order is as before."""
+        """Moves this call, which waits at a barrier, back to its position in the queue, and makes the call `to` of
+        another session the next one to begin. No effect on the order if `to` is no longer the waiting next call of its
+        session."""
         self._stop(ticket)
         if known := self._sessions.get(ticket.session):
             known.waiting[ticket.number] = ticket
@@ -248,7 +250,7 @@ class TurnOrder:
         return known is not None and known.waiting.get(ticket.number) is ticket
 
     def _stop(self, ticket: Ticket) -> None:
-        """Notes that this call neither runs nor waits for the other ranks any more, one of which it must do."""
+        """Notes that this call, which runs or waits at a barrier, no longer does so."""
         if self._at_barrier is ticket:
             self._at_barrier = None
             self._first = None if self._first is ticket else self._first

@@ -149,8 +149,8 @@ class CallContext:
         return self.cancelled or self.is_late or time.monotonic() > self.deadline
 
     def check_cancelled(self) -> None:
-        """Raises CallCancelled if the call was cancelled. For waits that end at the deadline by themselves, with an
-        error that names what is late."""
+        """Raises CallCancelled if the call was cancelled. For waits that check the deadline themselves and raise a more
+        specific error."""
         if self.cancelled:
             raise CallCancelled(f"call {self.call.call_id} was cancelled")
 
@@ -205,8 +205,8 @@ class Worker:
     """Names of columns that methods read on the GPU: fetched ones that lie on a GPU stay on one, as `DeviceArray`.
     Their tensors must not be modified. Default: none; all columns come to host memory."""
     beside: frozenset[str] = frozenset()
-    """Python names of methods whose calls without a sequence number run beside those that have one, on a thread of
-    their own, one at a time. They take no rows and are not collective. Default: none."""
+    """Python names of methods whose calls without a sequence number run concurrently with ordered calls, one at a time
+    on a separate thread. They take no rows and are not collective. Default: none."""
     writes_to_rows: ClassVar[bool] = False
     """Whether arrays fetched from other ranks must be writable (see `Fetcher.fetch`). Arrays that are sent in the
     request message itself are read-only in any case."""

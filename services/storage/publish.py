@@ -33,9 +33,9 @@ def partial_of(directory: Path) -> Path:
 
 @contextlib.contextmanager
 def only_writer(directory: Path) -> Iterator[Path]:
-    """Context manager that yields `partial_of(directory)`, and that no other process or thread enters for the same
-    directory at the same time, also on another host where the file system carries locks. Creates the parents of
-    `directory`; on exit, removes what is left at the partial path.
+    """Context manager that holds an exclusive lock on writing to `directory` and yields `partial_of(directory)`. The
+    lock also excludes processes on other hosts if the file system supports it. Creates the parents of `directory`; on
+    exit, removes the partial path.
 
     Raises:
         Refused: Another writer is in the block.
@@ -54,7 +54,7 @@ def only_writer(directory: Path) -> Iterator[Path]:
             yield partial
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-            # While it is locked: a writer that has opened it already finds that it is gone.
+            # Removed while locked, so that a writer that has opened the file already detects it.
             path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
@@ -66,7 +66,7 @@ def check_replaceable(directory: Path) -> None:
     if not os.path.lexists(directory):
         return
     if directory.is_symlink() or not directory.is_dir():
-        raise ValueError(f"{directory} exists and is no directory, so it is not replaced")
+        raise ValueError(f"{directory} exists and is not a directory, so it is not replaced")
     found = _files(directory)
     if not found:
         return
@@ -74,22 +74,22 @@ def check_replaceable(directory: Path) -> None:
         listed = set(json.loads((directory / FILES).read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
-            f"{directory} exists, and no {FILES} in it says that it is a checkpoint or a model of ours, so it is not "
-            "replaced"
+            f"{directory} exists and contains no valid {FILES}, which marks a checkpoint or a model of rlhf-cluster; "
+            "it is not replaced"
         ) from None
     if others := sorted(found - listed - {FILES}):
         raise ValueError(
-            f"{directory} also holds {others[0]}, which is none of our files; it is not replaced"
+            f"{directory} also contains {others[0]}, which {FILES} does not list, so it is not replaced"
         )
 
 
 def make_empty(directory: Path) -> None:
-    """Creates a directory and its parents, unless it is there and empty; raises ValueError if it has entries, or is no
-    directory."""
+    """Creates a directory and its parents if they do not exist. Raises ValueError if it is not a directory or not
+    empty."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise ValueError(f"{directory} exists and is no directory") from None
+        raise ValueError(f"{directory} exists and is not a directory") from None
     if any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty, so no checkpoint is written into it")
 

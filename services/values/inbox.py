@@ -1,4 +1,4 @@
-"""Receives the weights of a transfer beside those of a training engine that only infers."""
+"""Receives the weights of a transfer into a second buffer of a training engine that only runs inference."""
 
 from __future__ import annotations
 

@@ -50,12 +50,13 @@ class Incoming(ABC):
 
     @abstractmethod
     def copy_to(self, target: Tensor) -> None:
-        """Copies the values to `target`, of their shape and perhaps of another element type, layout or device. Other
-        threads may go on with it after the call: `wait`, and the end of what yields the values, wait for them.
+        """Copies the values to `target`, which has the same shape and may have another element type, layout or device.
+        Other threads may continue the copy after the call returns; `wait`, and the end of the iterator that yields the
+        values, wait for them.
 
         Raises:
-            TransferError: They are not those that were sent, so that `target` is not to be used.
-            RlhfError: They cannot be read any more, for this error.
+            TransferError: The values do not match their checksums, so `target` must not be used.
+            RlhfError: The source can no longer be read, for this reason.
         """
 
     @abstractmethod

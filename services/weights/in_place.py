@@ -49,7 +49,7 @@ class Copiers:
         return self._own.part
 
     def close(self) -> None:
-        """Ends the threads: calls that have begun are waited for, others are cancelled."""
+        """Ends the threads: waits for copies that have begun and cancels the others."""
         self._threads.shutdown(cancel_futures=True)
 
 
@@ -63,19 +63,19 @@ class BucketInPlace:
         source: The rank that holds it.
         name: Name of the bucket, for messages.
         copiers: The threads that copy.
-        explain: Called where bytes cannot be read or do not match. Raises the error by which the source's call has
-            ended, if it has.
-        count: Called with the traffic of the bucket, once it was copied.
+        explain: Called if bytes cannot be read or do not match. Raises the error with which the source's call
+            ended, if it has ended.
+        count: Called with the traffic of the bucket after it is copied.
 
     Attributes:
         bucket: The bucket.
 
     Raises:
-        TransferError: It is not the place of this bucket.
+        TransferError: `place` does not match the bucket.
     """
 
     ahead = 3
-    """Buckets that may be begun after this one before it is at its place: so no thread that copies waits for work."""
+    """Number of later buckets that may begin before this bucket is copied, so that the copying threads stay busy."""
 
     def __init__(
         self,
@@ -97,7 +97,9 @@ class BucketInPlace:
         for piece, box in zip(bucket.pieces, place.slices, strict=True):
             dtype, shape = DTYPES.get(box.dtype, ""), piece.slice.box.shape
             if dtype not in ITEM_BYTES or len(box.strides) != len(shape):
-                raise TransferError(f"{source}: {name}: the place of {piece.slice.name} is none of its shape")
+                raise TransferError(
+                    f"{source}: {name}: element type or strides of {piece.slice.name} do not match the planned slice"
+                )
             runs = Runs.of_box(box.address, shape, box.strides, ITEM_BYTES[dtype])
             parts = num_parts(runs.nbytes) if place.checksums else 0
             own, digests = digests[:parts], digests[parts:]

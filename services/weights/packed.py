@@ -17,8 +17,8 @@ from services.weights.copying import Incoming, Values
 
 
 class PackedBucket:
-    """A bucket in this process's memory, whose checksums are verified as far as it is used: so that a block is in the
-    processor's cache when it is copied.
+    """A bucket in this process's memory. Each block is verified right before it is copied, while it is in the
+    processor's cache.
 
     Args:
         bucket: The bucket.
@@ -33,7 +33,7 @@ class PackedBucket:
     """
 
     ahead = 0
-    """Buckets that may be begun after this one while it is in memory."""
+    """Number of later buckets that may begin while this bucket is in memory."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class PackedBucket:
             )
 
     def verify(self) -> None:
-        """Checks that the bucket was there until now.
+        """Checks that the source has not freed the bucket.
 
         Raises:
-            RlhfError: The source has freed it, with the error by which its SendWeights ended.
+            RlhfError: The source has freed the bucket; the error with which its SendWeights ended.
         """
         try:
             self._reading.verify()

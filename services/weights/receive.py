@@ -33,7 +33,7 @@ Piece = tuple[WeightSlice, Incoming]
 """A box of a tensor that has arrived, with its values."""
 
 IN_PLACE = "in_place"
-"""Name under which traffic of buckets in place is counted, beside those of transports."""
+"""Name under which the traffic of buckets in place is counted, like the name of a transport."""
 CHECK_S = 0.02
 """Seconds between two calls of `check` while a bucket is waited for; before each, the sources are notified of the
 buckets that were read."""
@@ -46,9 +46,9 @@ def receive(
     deadline: float,
     check: Callable[[], None] = lambda: None,
 ) -> Generator[Piece, None, None]:
-    """Yields every element that a receiver lacks once, as boxes of tensors, in no order of names. At most two buckets
-    of them are in this process's memory at a time. Checksums, which packed buckets always have, are verified as they
-    are copied.
+    """Yields every element that a receiver lacks once, as boxes of tensors in arbitrary order. At most two
+    buckets are in this process's memory at a time. Checksums, which packed buckets always have, are verified during the
+    copy.
 
     Buckets in the memory of a rank on this host are read by the caller's copy, on threads that may go on with it after
     `Incoming.copy_to`; all that was copied is there once the iterator has ended. Where that is not possible, the next
@@ -284,7 +284,7 @@ class _Sources:
 
 
 def _answer_of(source: Endpoint, answer: Any) -> pb.TakeBucketResponse:
-    """Waits for the answer of an RPC; raises its error as one of ours that names the source."""
+    """Waits for the answer of an RPC; converts its error to an RlhfError that names the source."""
     try:
         return answer.result()
     except grpc.RpcError as error:

@@ -233,7 +233,8 @@ def _plan(
 
 
 def _place_of(rank: int) -> Endpoint:
-    """Returns an endpoint for the plan, on a host of its own: a rank then takes from itself what it holds."""
+    """Returns an endpoint for the plan. Every rank has its own host there, so that it reads elements it holds from
+    itself."""
     return Endpoint(f"rank {rank}", f"rank {rank}", 0, "", rank)
 
 

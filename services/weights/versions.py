@@ -1,4 +1,4 @@
-"""Which weights a rank that receives them computes with, and which wait to replace them."""
+"""Versions of the weights of a receiving rank: the served version, and the version that awaits its commit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rlhf.errors import Refused
 
 @dataclass(frozen=True)
 class Version:
-    """Weights that have come by a transfer.
+    """Weights that a transfer has delivered.
 
     Attributes:
         transfer: Id of the transfer.
         policy_version: Their policy version.
-        state_id: Id of the source's state (Outcome.state_id) that they are of; empty if not known.
+        state_id: Id of the source's state (Outcome.state_id); empty if unknown.
     """
 
     transfer: str
@@ -23,17 +23,17 @@ class Version:
 
 
 class Versions:
-    """The states that the weights of a rank go through: a transfer begins, all of its weights have arrived, it is
-    committed. A transfer that fails leaves no version behind.
+    """State machine of the weights of a rank: a transfer begins, all its weights arrive, it is committed. A failed
+    transfer leaves no version.
 
-    With a second buffer the rank serves the version from before until the commit. Without, it serves none from the
-    beginning of a transfer to its commit, and none after one that has failed.
+    With a second buffer, the rank serves the previous version until the commit. Without it, the rank serves no version
+    from the beginning of a transfer until its commit, and none after a failed transfer.
 
     Args:
-        second_buffer: Whether weights arrive beside those that are served.
+        second_buffer: Whether weights are received into a second buffer.
 
     Attributes:
-        served: The version to compute with; None if there is none, or no whole one.
+        served: The version to compute with; None if there is no complete version.
         arrived: The version that a commit makes the served one; None if there is none.
     """
 
@@ -43,24 +43,26 @@ class Versions:
         self.arrived: Version | None = None
 
     def begin(self) -> None:
-        """Notes that the first weights of a transfer are about to be written. Those of an earlier one that has arrived
-        and was not committed are lost."""
+        """Notes that the first weights of a transfer are about to be written. Discards an earlier version that was not
+        committed."""
         self.arrived = None
         if not self._second_buffer:
             self.served = None
 
     def complete(self, version: Version) -> None:
-        """Notes that all weights of a version are there."""
+        """Notes that all weights of a version have arrived."""
         self.arrived = version
 
     def check_commit(self, transfer: str) -> None:
-        """Raises Refused unless the weights of this transfer are those that have arrived, or, if none wait, those that
-        are served."""
+        """Raises Refused unless the arrived version, or the served version if none awaits its commit, is of this
+        transfer."""
         last = self.arrived or self.served
         if last is None or last.transfer != transfer:
-            has = f"transfer {self.arrived.transfer!r} has" if self.arrived else "none has"
+            ready = (
+                f"weights of transfer {self.arrived.transfer!r} have" if self.arrived else "no weights have"
+            )
             raise Refused(
-                f"transfer {transfer!r} cannot be committed: of the last LoadWeights calls {has} arrived"
+                f"transfer {transfer!r} cannot be committed: {ready} arrived in the last LoadWeights calls"
             )
 
     def commit(self) -> None:
@@ -68,5 +70,5 @@ class Versions:
         self.served, self.arrived = self.arrived or self.served, None
 
     def clear(self) -> None:
-        """Forgets all versions: the memory of the weights has no values to compute with."""
+        """Removes all versions: the memory of the weights holds no complete version."""
         self.served = self.arrived = None

@@ -65,8 +65,8 @@ def computed_dtype(dtype: str, on_gpu: bool) -> Literal["float32", "bfloat16"]:
 
 
 def _reward_use(table: RewardTable, on_gpu: bool) -> ModelUse:
-    """Returns the use of a reward model: whole on every rank unless it is sharded, and sharded by its engine beside it
-    where it learns."""
+    """Returns the use of a reward model: whole on every rank unless it is sharded. If it learns, its engine also holds
+    a sharded copy."""
     if table.model_directory is None:
         raise NotPredicted(f"kind {table.kind} has no model of its own")
     return ModelUse(

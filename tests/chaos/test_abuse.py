@@ -388,7 +388,7 @@ def test_a_controller_that_is_stopped_locks_the_next_out_for_no_longer_than_one_
         assert client.stdout.readline() == "there\n"
         client.send_signal(signal.SIGSTOP)
         service = Service("actor", actor.address)
-        with pytest.raises(Refused, match="session 'stopped' is running here"):
+        with pytest.raises(Refused, match="session 'stopped' is open on this rank"):
             service.call("synchronize")
         service.close()
         actor.session().close()

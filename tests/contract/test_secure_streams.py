@@ -212,7 +212,7 @@ def test_a_source_that_does_not_answer_a_handshake_is_waited_for_until_it_is_for
         forgetting = threading.Thread(target=forget_when_connected)
         forgetting.start()
         start = time.monotonic()
-        with pytest.raises(Refused, match="no call names it any more"):
+        with pytest.raises(Refused, match="no session introduces this endpoint any longer"):
             fetcher.fetch(batch, start + 40)
         assert time.monotonic() - start < 20
         forgetting.join()

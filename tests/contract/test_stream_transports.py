@@ -72,7 +72,7 @@ def test_a_peer_that_hangs_is_waited_for_no_longer_once_it_is_forgotten(stream, 
     forgetting = threading.Thread(target=forget_when_paused)
     forgetting.start()
     start = time.monotonic()
-    with pytest.raises(Refused, match="no call names it any more"):
+    with pytest.raises(Refused, match="no session introduces this endpoint any longer"):
         fetch(stream, batch, within_s=40)
     assert time.monotonic() - start < 20
     forgetting.join()

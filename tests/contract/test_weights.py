@@ -313,7 +313,7 @@ def test_memory_of_another_process_with_the_same_id_is_not_taken_for_that_of_the
         sent.result(5)
     assert fetcher.traffic().keys() == {"memfd"}
     assert fetcher.traffic()["memfd"].bytes == num_bytes
-    assert f"packs its weights: process {memory.pid} is another one here" in caplog.text
+    assert f"packs its weights: process {memory.pid} of this host is not the source" in caplog.text
     wanted = moved.receivers[0].slices
     assert all(torch.equal(x, tensors()[name]) for name, x in assembled(wanted, pieces).items())
 

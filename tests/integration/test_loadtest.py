@@ -186,7 +186,7 @@ def test_a_service_whose_latency_is_beyond_the_warm_up_keeps_up(start: Start, lo
     step = result["steps"][0]
     assert (step["sent"], step["errors"], step["sustained"]) == (20, {}, True)
     assert step["answered"] < 15
-    assert "lengthen --warmup" in said
+    assert "increase --warmup" in said
 
 
 def test_a_closed_loop_of_nothing_but_errors_is_not_sustained(start: Start, loadtest: Any) -> None:

@@ -126,7 +126,7 @@ def test_ranks_that_are_sent_different_requests_compute_neither(
         other.temperature = 1.0
     outcomes = actor.send("compute_log_prob", {0: one, 1: other}).outcomes()
     assert [type(outcome) for outcome in outcomes] == [InvalidRequest, InvalidRequest]
-    assert "another request by the same number" in str(outcomes[0])
+    assert "a different request with the same sequence number" in str(outcomes[0])
     assert_right(actor, tmp_path)
 
 
@@ -209,7 +209,9 @@ def test_a_call_that_is_lost_on_its_way_to_one_rank_holds_up_later_ones_for_a_fe
         (outcome,) = lost.outcomes()
         if method == "update_actor":
             assert type(outcome) is PeerFailed
-            assert f"rank {1 - rank} was not sent this call, and is at a later one" in str(outcome)
+            assert f"rank {1 - rank} has not received this call and is at a later call of the session" in str(
+                outcome
+            )
         (late,) = service.send(method, {1 - rank: requests[1 - rank]}).outcomes()
         assert type(late) is Refused
         service.close()

@@ -146,7 +146,7 @@ def test_other_rows_are_refused(stopped: Path) -> None:
     path = Path(Config.model_validate(_tables(stopped)).data.train)
     other = path.with_name("other.jsonl")
     other.write_text(path.read_text().replace("1", "2"))
-    with pytest.raises(ConfigError, match=r"data.train.0: the contents are not those"):
+    with pytest.raises(ConfigError, match=r"data.train.0: the contents differ from those"):
         job.resume(stopped, settings=("run.steps=2", f"data.train='{other}'"))
 
 

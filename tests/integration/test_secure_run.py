@@ -176,7 +176,7 @@ def test_a_token_to_read_shows_health_and_runs_nothing(
     assert status.stdout.count("serving") == len(site.config.services)
     ran = site.run("rlhf-controller", "--algo", "ppo", "--config", str(site.path), timeout_s=RUN_TIMEOUT_S)
     assert ran.returncode == 1
-    assert "needs a token to call, and this one is to read" in ran.stderr
+    assert "requires a token of class call; the given token is of class read" in ran.stderr
 
 
 def test_health_is_an_exit_code(site: Site, certificates: Path, other_certificates: Path) -> None:

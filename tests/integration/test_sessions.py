@@ -113,7 +113,7 @@ def test_a_run_does_not_end_another_unless_it_takes_over(cluster: Cluster, tmp_p
 
 def test_a_service_refuses_a_second_session_by_itself_too(cluster: Cluster, critic: Service) -> None:
     with connected(cluster.select(critic="critic"), Session(name="first")) as first:
-        with pytest.raises(Refused, match="session 'first' is running here"):
+        with pytest.raises(Refused, match="session 'first' is open on this rank"):
             critic.call(
                 "synchronize", header=critic.header(sequence=1, session_started_unix_ns=time.time_ns())
             )

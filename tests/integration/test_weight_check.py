@@ -97,7 +97,7 @@ def test_a_bit_that_has_changed_since_is_named_by_every_rank(
     """Also in a shard that no other rank has."""
     name = re.escape(reports[1][engine][kind]["name"])
     assert re.match(
-        rf"weights in memory are corrupt: (.*; )?{name} on rank 1 has changed since it was verified last",
+        rf"weights in memory are corrupt: (.*; )?{name} on rank 1 has changed since it was last verified",
         of_both(reports, engine, kind, when),
     )
 
@@ -108,7 +108,7 @@ def test_weights_that_an_actor_generates_with_are_compared_with_those_it_trains(
 ) -> None:
     name = r"generation\.model\.layers\.0\.self_attn\.q_proj\.weight"
     assert re.fullmatch(
-        rf"weights in memory are corrupt: {name} on rank 1 is not what the training engine has",
+        rf"weights in memory are corrupt: {name} on rank 1 differs from the training engine's",
         of_both(reports, "hybrid", way),
     )
     assert of_both(reports, "hybrid", f"{way}, intact") == ""

@@ -286,7 +286,7 @@ def broken_messages():
         "row 3 of 2": change(lambda m: setattr(m.columns[0].runs.runs[0], "rows", 3)),
         "cover 1 of 2 rows": change(lambda m: setattr(m.columns[0].runs.runs[0], "rows", 1)),
         "1 lengths for 2 rows": change(lambda m: m.columns[0].lengths.pop()),
-        "lengths of column 7, which": change(lambda m: setattr(m.columns[0], "lengths_of", 7)),
+        "lengths_of is 7, which": change(lambda m: setattr(m.columns[0], "lengths_of", 7)),
         "no content": change(lambda m: m.columns[0].ClearField("runs")),
         "15 bytes, expected 16": inline,
     }

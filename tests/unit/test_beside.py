@@ -1,4 +1,4 @@
-"""Calls of a rank that run beside those that have an order."""
+"""Calls of a rank that run concurrently with ordered calls."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_it_ends_when_it_is_cancelled_and_with_its_session(store: TensorStore) -
         with pytest.raises(CallCancelled):
             await last
         with pytest.raises(
-            Refused, match="session 'run' is not open here, so no call of it runs beside others"
+            Refused, match="session 'run' is not open on this rank, so its calls cannot run concurrently"
         ):
             rank.start("describe_weights")
 
@@ -152,7 +152,7 @@ def test_few_wait_and_only_where_the_worker_allows_it(store: TensorStore) -> Non
         rank.worker.begun.set()
         await rank.start("save_checkpoint", sequence=1)[1]
         calls = [rank.start("describe_weights")[1] for _ in range(MAX_BESIDE)]
-        with pytest.raises(TooManyCalls, match=f"{MAX_BESIDE} calls beside others wait already"):
+        with pytest.raises(TooManyCalls, match=f"{MAX_BESIDE} calls without an order wait already"):
             rank.start("describe_weights")
         rank.worker.told.set()
         await asyncio.gather(*calls)

@@ -12,7 +12,7 @@ import pytest
 from rlhf.contract import group_methods
 from rlhf.errors import OutOfStep, PeerFailed, Refused
 from rlhf.v1 import common_pb2, worker_pb2
-from services.runtime.meetings import Meetings, note_of
+from services.runtime.meetings import CallBarrier, note_of
 
 METHOD = group_methods("reward")["offload"]
 
@@ -46,9 +46,9 @@ def request(sequence: int) -> Any:
     return worker_pb2.OffloadRequest(call=common_pb2.Call(sequence=sequence))
 
 
-async def meet(meetings: Meetings, sequence: int, within_s: float = 0.01) -> bool:
+async def meet(barrier: CallBarrier, sequence: int, within_s: float = 0.01) -> bool:
     note = note_of(METHOD, request(sequence))
-    return await meetings.meet(note, asyncio.Event(), time.monotonic() + within_s) == note
+    return await barrier.meet(note, asyncio.Event(), time.monotonic() + within_s) == note
 
 
 async def soon() -> None:
@@ -61,8 +61,8 @@ def test_a_rank_leaves_where_its_peers_broke_off_a_meeting_that_no_caller_waits_
 
     async def main() -> None:
         ranks = HandRanks()
-        meetings = Meetings(cast(Any, ranks), reasons.append)
-        assert not await meet(meetings, 1)
+        barrier = CallBarrier(cast(Any, ranks), reasons.append)
+        assert not await meet(barrier, 1)
         ranks.rounds[0].arrived.set_exception(OutOfStep("a peer of rank 0 did not join a collective"))
         await soon()
 
@@ -73,8 +73,8 @@ def test_a_rank_leaves_where_its_peers_broke_off_a_meeting_that_no_caller_waits_
 def test_a_caller_that_waits_gets_the_error_itself() -> None:
     async def main() -> None:
         ranks = HandRanks()
-        meetings = Meetings(cast(Any, ranks), lambda why: pytest.fail(why))
-        meeting = asyncio.create_task(meet(meetings, 1, within_s=20))
+        barrier = CallBarrier(cast(Any, ranks), lambda why: pytest.fail(why))
+        meeting = asyncio.create_task(meet(barrier, 1, within_s=20))
         await soon()
         ranks.rounds[0].arrived.set_exception(OutOfStep("a peer of rank 0 did not join a collective"))
         with pytest.raises(OutOfStep):
@@ -87,12 +87,12 @@ def test_a_caller_that_waits_gets_the_error_itself() -> None:
 def test_of_calls_that_were_given_up_a_rank_attends_for_the_first_and_the_last() -> None:
     async def main() -> None:
         ranks = HandRanks()
-        meetings = Meetings(cast(Any, ranks), lambda why: pytest.fail(why))
+        barrier = CallBarrier(cast(Any, ranks), lambda why: pytest.fail(why))
         for sequence in range(1, 20):
-            assert not await meet(meetings, sequence)
-        last = asyncio.create_task(meet(meetings, 20, within_s=20))
+            assert not await meet(barrier, sequence)
+        last = asyncio.create_task(meet(barrier, 20, within_s=20))
         await soon()
-        assert len(meetings._attending) == 2
+        assert len(barrier._entries) == 2
         peer = [0.0, 0.0, 20.0, *ranks.rounds[0].note[3:]]
         ranks.rounds[0].end(peer)
         await soon()
@@ -109,13 +109,15 @@ def test_of_calls_that_were_given_up_a_rank_attends_for_the_first_and_the_last()
 def test_a_peer_at_a_call_before_one_that_was_given_up_is_told_at_once() -> None:
     async def main() -> None:
         ranks = HandRanks()
-        meetings = Meetings(cast(Any, ranks), lambda why: pytest.fail(why))
-        meeting = asyncio.create_task(meet(meetings, 3, within_s=20))
+        barrier = CallBarrier(cast(Any, ranks), lambda why: pytest.fail(why))
+        meeting = asyncio.create_task(meet(barrier, 3, within_s=20))
         await soon()
         ranks.rounds[0].end([0.0, 0.0, 5.0, *ranks.rounds[0].note[3:]])
         await soon()
         ranks.rounds[1].end([0.0, 0.0])
-        with pytest.raises(PeerFailed, match="rank 1 was not sent this call, and is at a later one"):
+        with pytest.raises(
+            PeerFailed, match="rank 1 has not received this call and is at a later call of the session"
+        ):
             await meeting
 
     asyncio.run(main())
@@ -126,13 +128,13 @@ def test_a_call_whose_session_a_peer_has_left_is_refused() -> None:
 
     async def main() -> None:
         ranks = HandRanks()
-        meetings = Meetings(cast(Any, ranks), lambda why: pytest.fail(why))
-        meeting = asyncio.create_task(meet(meetings, 3, within_s=20))
+        barrier = CallBarrier(cast(Any, ranks), lambda why: pytest.fail(why))
+        meeting = asyncio.create_task(meet(barrier, 3, within_s=20))
         await soon()
         ranks.rounds[0].end([1.0, 0.0, 1.0, *ranks.rounds[0].note[3:]])
         await soon()
         ranks.rounds[1].end([1.0, 0.0])
-        with pytest.raises(Refused, match="superseded: rank 1 is at a younger one"):
+        with pytest.raises(Refused, match="superseded: rank 1 is in a younger session"):
             await meeting
 
     asyncio.run(main())

@@ -660,7 +660,7 @@ class TestFacts:
 
     def test_other_contents_are_refused(self) -> None:
         check_contents({"data.train.0": "ab", "services.actor.model": ""}, {"data.train.0": "ab"})
-        with pytest.raises(ConfigError, match=r"^data.train.0: the contents are not those"):
+        with pytest.raises(ConfigError, match=r"^data.train.0: the contents differ from those"):
             check_contents({"data.train.0": "ab"}, {"data.train.0": "cd"})
 
 

@@ -184,8 +184,8 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
         ),
         ("services.critic.micro_batch_tokens=3", r"services\.critic\.micro_batch_tokens: 3 leaves no room"),
         ("services.actor.lora.r=8", r"services\.actor\.lora\.r: unknown key.*Known keys: rank, alpha"),
-        ("services.actor.lora.dropout=0.1", r"services\.actor\.lora\.dropout: 0\.1 would have .* only 0"),
-        ("services.actor.lora.target_modules=[]", r"lora\.target_modules.*: .* layers that learn"),
+        ("services.actor.lora.dropout=0.1", r"services\.actor\.lora\.dropout: 0\.1 is not allowed, only 0"),
+        ("services.actor.lora.target_modules=[]", r"lora\.target_modules.*: .* at least one layer"),
         ("services.critic.lora.rank=8", r"services\.critic\.lora: unknown key"),
         ("algorithm.dual_clip=0.5", r"algorithm\.dual_clip: must be above 1"),
         ("algorithm.clip_low=1.5", r"clip_low: must be at most 1 \(given: 1\.5\)"),
@@ -272,7 +272,7 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
         ("run.seed=-1", r"run\.seed: must be at least 0 \(given: -1\)"),
         (
             "services.actor.rollout_engine='none'",
-            r"services\.actor\.rollout_engine: none is for an actor whose responses a service .*has none",
+            r"services\.actor\.rollout_engine: none requires a service named rollout.*has no such service",
         ),
     ],
 )

@@ -134,7 +134,7 @@ def test_three_to_one_by_hand() -> None:
     ],
 )
 def test_a_state_of_other_data_is_refused(state: State) -> None:
-    with pytest.raises(ConfigError, match="no position in sources of"):
+    with pytest.raises(ConfigError, match="not a valid position in sources of"):
         Loader([3, 5], [1.0, 1.0], seed=0).restore(state)
 
 

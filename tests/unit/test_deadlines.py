@@ -89,9 +89,9 @@ def test_a_call_that_gets_on_may_end_after_its_deadline_and_be_asked_for_its_out
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Slow, r"goes on; signs of progress: none so far$"),
-        (Telling, r"goes on; signs of progress: the last 0\.\d s ago$"),
-        (Counting, r"goes on, \d+ of 12 done; signs of progress: the last 0\.\d s ago$"),
+        (Slow, r"is still running; signs of progress: none so far$"),
+        (Telling, r"is still running; signs of progress: the last 0\.\d s ago$"),
+        (Counting, r"is still running, \d+ of 12 done; signs of progress: the last 0\.\d s ago$"),
     ],
 )
 def test_who_asks_for_the_outcome_of_a_call_that_goes_on_is_told_whether_it_gets_on(

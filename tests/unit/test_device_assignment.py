@@ -167,9 +167,12 @@ def test_gpus_that_a_service_cannot_have_are_refused_before_the_start(
     ("devices", "said"),
     [
         ("['gpu:0','gpu:0']", r"pools.left: a device is named twice \(given: gpu:0, gpu:0\)"),
-        ("['gpu 0','x']", r"pools.left: 'gpu 0' is no name of a GPU; gpu:0 is number 0 of its host"),
-        ("['a/cuda:07','x']", r"'a/cuda:07' is no name of a GPU; gpu:7 is .* HOST/gpu:7 where"),
-        ("['gpu:0','second']", r"pools.left: 'gpu:0' is a GPU and 'second' is none"),
+        (
+            "['gpu 0','x']",
+            r"pools.left: 'gpu 0' is not a valid name of a GPU; use gpu:0 for GPU 0 of the host",
+        ),
+        ("['a/cuda:07','x']", r"'a/cuda:07' is not a valid name of a GPU; use gpu:7 .* HOST/gpu:7 if"),
+        ("['gpu:0','second']", r"pools.left: 'gpu:0' is the name of a GPU and 'second' is not"),
         ("['gpu:0']", r"services.actor.pool: 'left' has 1 devices for 2 ranks"),
     ],
 )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from controller.role_groups.balance import deal as deal_by_cost
-from controller.role_groups.call import Dealt
+from controller.role_groups.call import RowDistribution
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.protocols import get_protocol
@@ -319,7 +319,7 @@ def test_rows_of_a_chunk_go_to_the_ranks_that_have_them_in_the_update(balance: b
     protocol, mesh = get_protocol("3D_PROTO"), Mesh(2, 1, 3)
     lengths = np.random.default_rng(1).integers(1, 50, 17)
     order, numbers = deal_by_cost(lengths, 3, 2) if balance else (np.arange(17), np.arange(17))
-    whole = Dealt(order, numbers, protocol)
+    whole = RowDistribution(order, numbers, protocol)
     places = protocol.distribute(17, mesh)
     first = 0
     for rows in (1, 2, 8, 6):

@@ -297,12 +297,16 @@ def test_an_id_is_of_one_call_and_no_longer_than_what_is_remembered() -> None:
         await call(queue, "one", 7)
         method = group_methods("reference")["synchronize"]
         request = cast(Any, method.request)(call=common_pb2.Call(call_id="one"))
-        with pytest.raises(InvalidRequest, match="Synchronize: call one was another one"):
+        with pytest.raises(
+            InvalidRequest, match="Synchronize: call id one belongs to a call of another method"
+        ):
             queue.start(method, cast(Any, Reference.synchronize).registration, request, 10)
         request.call.call_id, request.call.session = "two", "other"
         await queue.start(method, cast(Any, Reference.synchronize).registration, request, 10)
         request.call.session = "another"
-        with pytest.raises(InvalidRequest, match="call two was another one"):
+        with pytest.raises(
+            InvalidRequest, match="call id two belongs to a call of another method or session"
+        ):
             queue.start(method, cast(Any, Reference.synchronize).registration, request, 10)
         for field in ("call_id", "session"):
             long = cast(Any, method.request)()

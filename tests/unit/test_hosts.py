@@ -56,7 +56,7 @@ def test_ranks_beside_rank_0_are_at_its_address_and_others_where_they_reach_it_f
 
 def test_a_first_host_that_nobody_knows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUP_RANK", "1")
-    with pytest.raises(ConfigError, match=r"no way from here to nowhere\.invalid, where rank 0 is"):
+    with pytest.raises(ConfigError, match=r"no route to nowhere\.invalid, the host of rank 0"):
         host_addresses(ServiceTable(role="reward", address="nowhere.invalid:7101"))
 
 

@@ -216,7 +216,7 @@ class TestVerifyWeights:
         flip(each.tensor)
         reference.start_over()
         with pytest.raises(
-            CorruptWeights, match=f"{each.name} on rank 0 has changed since it was verified last"
+            CorruptWeights, match=f"{each.name} on rank 0 has changed since it was last verified"
         ):
             verify(reference)
         reference.load(tmp_path / "saved")
@@ -232,9 +232,7 @@ class TestVerifyWeights:
         verify(actor)
         each = next(iter(actor.rollout.held()))
         flip(each.tensor)
-        with pytest.raises(
-            CorruptWeights, match=f"{each.name} on rank 0 is not what the training engine has"
-        ):
+        with pytest.raises(CorruptWeights, match=f"{each.name} on rank 0 differs from the training engine's"):
             verify(actor)
 
     def test_every_single_bit_counts(self) -> None:

@@ -76,7 +76,7 @@ def names(table: Introductions, session: str, *endpoints: pb.Endpoint) -> str:
 def test_a_rank_knows_itself_and_its_peers_and_nobody_else(table: Introductions) -> None:
     assert names(table, "run", proto(OWN), proto(PEER)) == ""
     assert names(table, "run", proto(OWN), proto(OTHER)) == (
-        "the endpoint actor rank 1 at 10.0.0.2:7101 is none that session 'run' has introduced to this rank "
+        "session 'run' has not introduced the endpoint actor rank 1 at 10.0.0.2:7101 to this rank "
         "(WorkerService.Introduce)"
     )
 
@@ -112,7 +112,7 @@ def test_an_endpoint_that_is_named_otherwise_than_it_was_introduced_is_another(
     table.add("run", [proto(OTHER)])
     said = names(table, "run", proto(known, **changes))
     assert f"rank {known.rank} at {changes.get('address', known.address)}" in said
-    assert ("as it is given here" in said) == ("address" not in changes)
+    assert ("a different endpoint with this address" in said) == ("address" not in changes)
 
 
 def test_a_rank_that_comes_back_under_a_new_epoch_takes_the_place_of_the_old(table: Introductions) -> None:
@@ -120,7 +120,7 @@ def test_a_rank_that_comes_back_under_a_new_epoch_takes_the_place_of_the_old(tab
     table.add("run", [proto(OTHER), proto(third)])
     table.add("run", [proto(OTHER, epoch=6)])
     assert names(table, "run", proto(OTHER, epoch=6), proto(third)) == ""
-    assert "as it is given here" in names(table, "run", proto(OTHER))
+    assert "a different endpoint with this address" in names(table, "run", proto(OTHER))
 
 
 def test_what_no_session_has_introduced_any_more_is_forgotten_and_nothing_else() -> None:
@@ -157,9 +157,9 @@ def test_what_no_session_has_introduced_any_more_is_forgotten_and_nothing_else()
         ({"address": "0.0.0.0:7101"}, "no address that others can connect to"),
         (
             {"adverts": adverts(socket=b"/tmp/.X11-unix/X0")},
-            "adverts: transport memfd: b'/tmp/.* is no name",
+            "adverts: transport memfd: b'/tmp/.* is not a valid socket name",
         ),
-        ({"adverts": adverts(0)}, "adverts: transport tcp: port 0"),
+        ({"adverts": adverts(0)}, "adverts: transport tcp: port must be above 0"),
         ({"adverts": {"tcp": b"xyz"}}, "adverts: transport tcp: 3 bytes, not the 18"),
         ({"adverts": {"grpc": b"xyz"}}, "adverts: transport grpc: 3 bytes, where there are none"),
         ({"service": "x" * 1024}, "at most 1024 are allowed"),
@@ -230,7 +230,9 @@ def test_a_call_that_names_a_stranger_is_over_before_its_turn_and_holds_up_no_ot
         waiting = rank.start(4, rank.near())
         for sequence in (3, 2):
             for _ in range(2):  # a retry gets the same answer
-                with pytest.raises(InvalidRequest, match=r"actor rank 1 at 10\.0\.0\.2:7101 is none that"):
+                with pytest.raises(
+                    InvalidRequest, match=r"not introduced the endpoint actor rank 1 at 10\.0\.0\.2:7101"
+                ):
                     rank.start(sequence, far())
         assert (await waiting).outcome.metrics["sum"].sum == 7.0
         await rank.queue.drain()
@@ -273,7 +275,7 @@ def test_refused_calls_by_the_number_of_the_running_one_and_the_next_hold_up_no_
 def test_only_the_current_session_introduces_and_its_end_is_the_end_of_that() -> None:
     async def main(rank: Rank) -> None:
         for name in ("", "run"):
-            with pytest.raises(Refused, match="is not open here, so it introduces nobody"):
+            with pytest.raises(Refused, match="is not open on this rank, so its endpoints are not accepted"):
                 rank.queue.introduce(name, [proto(OTHER)])
         await rank.start(1, rank.near())
         rank.queue.introduce("run", [proto(OTHER)])
@@ -287,7 +289,7 @@ def test_only_the_current_session_introduces_and_its_end_is_the_end_of_that() ->
         rank.queue.sessions.end("run")
         assert forgotten == [OTHER]
         await rank.start(1, rank.near(), session="next")
-        with pytest.raises(InvalidRequest, match="session 'next' has introduced"):
+        with pytest.raises(InvalidRequest, match="session 'next' has not introduced"):
             await rank.start(2, far(), session="next")
         with pytest.raises(Refused):
             rank.queue.introduce("run", [proto(OTHER)])
@@ -302,7 +304,7 @@ def test_calls_without_a_session_read_from_the_rank_itself() -> None:
         assert (await rank.start(0, rank.near(), session="")).outcome.metrics["sum"].sum == 7.0
         rank.queue.sessions.open(pb.Call(session="run", sequence=1))
         rank.queue.introduce("run", [proto(OTHER)])
-        with pytest.raises(InvalidRequest, match="session '' has introduced"):
+        with pytest.raises(InvalidRequest, match="session '' has not introduced"):
             await rank.start(0, far(), session="")
         await rank.queue.drain()
 

@@ -200,7 +200,7 @@ class TestRestorer:
         types = {"cpu": "float32", "cuda": "bfloat16"}
         said = (
             f'services.actor.dtype was "{types[before[1]]}" when the checkpoint was written and is '
-            f'"{types[now[1]]}" now; "auto" follows the device. To go on as before: '
+            f'"{types[now[1]]}" now; "auto" depends on the device. To keep the types: '
             f"--set services.actor.dtype={types[before[1]]}"
         )
         with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):

@@ -169,8 +169,8 @@ def test_an_endpoint_that_asks_for_a_long_wait_is_an_error_of_the_row_at_once(
 ) -> None:
     endpoint.answer = lambda number, body: (429, {"Retry-After": seconds}, "busy")
     (verdict,) = judged(table(endpoint), "a", context=call(timeout_s=5.0))
-    assert "HTTP 429, to be tried again after" in verdict.error
-    assert "at most 60 s are waited" in verdict.error
+    assert "HTTP 429 with Retry-After" in verdict.error
+    assert "the longest allowed is 60 s" in verdict.error
     assert len(endpoint.requests) == 1
 
 
@@ -319,10 +319,10 @@ def test_what_is_no_single_score_within_bounds_fails_loudly(said: str, cause: st
 @pytest.mark.parametrize(
     ("answer", "cause"),
     [
-        ({}, "no chat completion"),
-        ({"choices": []}, "no chat completion"),
-        ([], "no chat completion"),
-        (None, "no chat completion"),
+        ({}, "not a chat completion"),
+        ({"choices": []}, "not a chat completion"),
+        ([], "not a chat completion"),
+        (None, "not a chat completion"),
         (completion(None), "no text"),
         (completion("Score: 1", "length"), "cut off"),
     ],
@@ -337,7 +337,7 @@ def test_an_answer_that_is_no_json_is_an_error_of_its_row_only(endpoint: Endpoin
         (200, {}, "<html>") if "bad" in body["messages"][0]["content"] else (200, {}, completion("Score: 2"))
     )
     good, bad, other = judged(table(endpoint, rubric="{response}"), "a", "bad", "b")
-    assert "no JSON: '<html>'" in bad.error
+    assert "not valid JSON: '<html>'" in bad.error
     assert [good.score, other.score] == [2, 2]
 
 
@@ -345,7 +345,7 @@ def test_an_answer_that_is_no_json_is_an_error_of_its_row_only(endpoint: Endpoin
     ("headers", "reply", "cause"),
     [
         ({"Content-Encoding": "gzip"}, "not gzip", "cannot be read: DecodingError"),
-        ({}, "[" * 100_000, "no JSON"),
+        ({}, "[" * 100_000, "not valid JSON"),
     ],
 )
 def test_an_answer_that_cannot_be_read_is_an_error_of_its_row_only(

@@ -10,8 +10,8 @@ from loadtest.analysis import (
     Level,
     capacity,
     generator_warnings,
+    is_generator_limit,
     is_sustained,
-    is_testers_limit,
     knee,
     mean_wait_s,
     warmup_warnings,
@@ -103,9 +103,9 @@ def test_a_tester_that_is_late_or_busy_says_so() -> None:
 def test_a_warm_up_too_short_for_the_latency_says_so() -> None:
     assert warmup_warnings(1.0, 1.4, 10.0) == []
     assert warmup_warnings(0.0, 0.001, 1.0) == []
-    assert "lengthen --warmup" in warmup_warnings(0.5, 1.1, 10.0)[0]
+    assert "increase --warmup" in warmup_warnings(0.5, 1.1, 10.0)[0]
 
 
 def test_a_latency_that_is_mostly_lag_is_the_testers() -> None:
-    assert is_testers_limit(0.6, 1.0)
-    assert not is_testers_limit(0.1, 1.0)
+    assert is_generator_limit(0.6, 1.0)
+    assert not is_generator_limit(0.1, 1.0)

@@ -74,7 +74,7 @@ def test_an_external_service_is_not_placed() -> None:
         ),
         (
             ["services.rollout.rollout_engine='none'"],
-            r"services\.rollout: rollout_engine: none generates no responses, and a rollout service has to",
+            r"services\.rollout: rollout_engine: none is not allowed: a rollout service generates responses",
         ),
     ],
 )

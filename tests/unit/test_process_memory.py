@@ -86,7 +86,10 @@ def test_another_process_is_read_until_it_ends() -> None:
         pid, address, nonce = holder.stdout.readline().split()
         memory = ProcessMemory(int(pid), int(address), bytes.fromhex(nonce))
         assert memory.why_not() is None
-        assert replace(memory, nonce=bytes(NONCE_BYTES)).why_not() == f"process {pid} is another one here"
+        assert (
+            replace(memory, nonce=bytes(NONCE_BYTES)).why_not()
+            == f"process {pid} of this host is not the source"
+        )
         holder.communicate("", timeout=60)
     with pytest.raises(ProcessLookupError):
         memory.read(Runs(np.array([memory.nonce_address], np.uint64), 16), 0, 16, np.zeros(16, np.uint8))

@@ -289,7 +289,7 @@ def test_rows_that_were_dealt_in_another_order_come_back_in_their_own(rows, mesh
 @pytest.mark.parametrize("each", [0, 2])
 def test_where_rows_are_dealt_otherwise_than_they_stand_one_comes_back_for_each(protocol, dealt, each):
     outputs, _ = answered(protocol, 6, Mesh(data=4))
-    said = f"{protocol.name} dealt 6 rows as {dealt}, for which {each * dealt} came back"
+    said = f"{protocol.name} sent {dealt} rows for 6 input rows, and {each * dealt} rows were returned"
     with pytest.raises(InvalidRequest, match=said):
         protocol.restore(Batch.concat([outputs, outputs]).take(np.arange(each * dealt)), 6, Mesh(data=4))
 

@@ -342,7 +342,7 @@ def test_weights_that_score_are_verified(directory: Path):
     assert worker.verify_weights(NO_ROWS, None, make_call()).fields["verified_bytes"] > 0
     weight = next(worker.scorer._scorer.model.parameters())  # type: ignore[attr-defined]
     weight.data.view(-1).view(torch.int32)[0] ^= 1
-    with pytest.raises(CorruptWeights, match=r"scorer\.\S+ on rank 0 has changed since it was verified last"):
+    with pytest.raises(CorruptWeights, match=r"scorer\.\S+ on rank 0 has changed since it was last verified"):
         worker.verify_weights(NO_ROWS, None, make_call())
 
 
@@ -353,7 +353,7 @@ def test_weights_that_learn_and_their_scoring_copy_are_verified(directory: Path)
         change()
     weight = next(worker.scorer._scorer.model.parameters())  # type: ignore[attr-defined]
     weight.data.view(-1).view(torch.int32)[0] ^= 1
-    with pytest.raises(CorruptWeights, match=r"scorer\.\S+ on rank 0 has changed since it was verified last"):
+    with pytest.raises(CorruptWeights, match=r"scorer\.\S+ on rank 0 has changed since it was last verified"):
         update(worker)
 
 

@@ -62,11 +62,11 @@ def test_a_session_whose_controller_is_there_ends_only_where_it_is_taken_over() 
     async def test(sessions: Sessions, ended: list[str]) -> None:
         sessions.open(first_call("first", 1))
         sessions.opened_stream("first")
-        with pytest.raises(Refused, match=r"session 'first' is running here"):
+        with pytest.raises(Refused, match=r"session 'first' is open on this rank"):
             sessions.open(first_call("second", 2))
         sessions.closed_stream("first")
         assert not sessions.is_connected("first")
-        with pytest.raises(Refused, match=r"session 'first' is running here"):
+        with pytest.raises(Refused, match=r"session 'first' is open on this rank"):
             sessions.open(first_call("second", 2))
         assert ([*sessions.names], ended) == (["first"], [])
         sessions.open(first_call("second", 2, take_over=True))
@@ -223,9 +223,7 @@ def test_sessions_that_share_a_rank_are_bounded() -> None:
         for number in range(MOST_SESSIONS):
             sessions.opened_stream(str(number))
             sessions.open(first_call(str(number), number))
-        with pytest.raises(
-            Refused, match="16 sessions share this service, the most that may; 'more' has to wait"
-        ):
+        with pytest.raises(Refused, match="16 sessions share this service, the maximum; 'more' has to wait"):
             sessions.open(first_call("more", 99, take_over=True))
         assert not ended
         sessions.end("3")

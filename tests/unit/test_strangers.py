@@ -239,9 +239,9 @@ def test_a_refusal_says_in_a_sentence_what_is_needed(security: Security, certifi
     without = "a token is needed: metadata 'authorization' with the value 'Bearer TOKEN'"
     assert while_serving(security, use) == [
         without,
-        "this token is none of the service's",
+        "this token is not one of the service's tokens",
         without,
-        "/rlhf.v1.WorkerService/SaveCheckpoint needs a token to administer, and this one is to read",
+        "/rlhf.v1.WorkerService/SaveCheckpoint requires a token of class administer; the given token is of class read",
     ]
 
 

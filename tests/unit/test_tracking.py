@@ -632,7 +632,7 @@ class TestReport:
 
     def test_shares_of_transfers_and_memory_are_said(self, finished_run: Path) -> None:
         sections = cards(page(finished_run))
-        assert "100 B, as much as 10.0 % of the batch" in text_of(sections["Bytes through the controller"])
+        assert "100 B, or 10.0 % of the batch" in text_of(sections["Bytes through the controller"])
         assert "actor: 10.0 MiB" in text_of(sections["Memory of the services"])
         assert "update_actor: 1.000 s, 50.0 %" in text_of(sections["Stage times"])
 

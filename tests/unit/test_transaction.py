@@ -58,7 +58,7 @@ def test_whatever_is_tried_the_transfer_never_goes_back(steps: list[str]) -> Non
 @pytest.mark.parametrize(("plan", "epoch"), [("another", 1), ("plan", 2), ("plan", 0)])
 def test_only_what_was_prepared_is_committed(plan: str, epoch: int) -> None:
     transaction = Transaction("plan", 1, Phase.PREPARED)
-    with pytest.raises(Refused, match=rf"plan {plan} of communicator {epoch} is not what was prepared"):
+    with pytest.raises(Refused, match=rf"plan {plan} of communicator {epoch} was not prepared"):
         transaction.commit(plan, epoch)
     assert transaction.phase is Phase.PREPARED
 

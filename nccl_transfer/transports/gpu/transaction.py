@@ -67,7 +67,7 @@ class Transaction:
         """
         if (plan, communicator_epoch) != (self.plan, self.communicator_epoch):
             raise Refused(
-                f"plan {plan} of communicator {communicator_epoch} is not what was prepared: that is {self}"
+                f"plan {plan} of communicator {communicator_epoch} was not prepared; the prepared plan is {self}"
             )
         self._advance(Phase.COMMITTED)
 

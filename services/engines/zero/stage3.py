@@ -129,9 +129,9 @@ class FrozenStage3(Partitions):
 
 
 def _gather_options(model: Model) -> dict[str, Any]:
-    """Returns DeepSpeed's options by which a rank has the gathered weights of two layers at a time: the layer that
-    computes, and the next one, which is prefetched. Each module prefetches up to a bucket: without a limit on what is
-    gathered, those of one layer would together prefetch many layers."""
+    """Returns DeepSpeed options that limit the gathered weights of a rank to two layers: the current layer and the next
+    one, which is prefetched. Without a limit on gathered weights, the modules of one layer, each of which prefetches up
+    to a bucket, would together prefetch many layers."""
     num_layers = transformer_of(model).config.get_text_config().num_hidden_layers
     layer = sum(p.ds_numel for _, p in _parameters(model)) // num_layers
     return {
