@@ -58,12 +58,12 @@ class Versions:
         transfer."""
         last = self.arrived or self.served
         if last is None or last.transfer != transfer:
-            ready = (
-                f"weights of transfer {self.arrived.transfer!r} have" if self.arrived else "no weights have"
+            waiting = (
+                f"the weights of transfer {self.arrived.transfer!r}"
+                if self.arrived
+                else "no complete weights"
             )
-            raise Refused(
-                f"transfer {transfer!r} cannot be committed: {ready} arrived in the last LoadWeights calls"
-            )
+            raise Refused(f"transfer {transfer!r} cannot be committed: {waiting} await a commit")
 
     def commit(self) -> None:
         """Makes the version that has arrived, if there is one, the one that is served."""

@@ -109,7 +109,7 @@ def test_rows_of_another_service_are_read_once_its_ranks_are_introduced_by_this_
 
     with pytest.raises(InvalidRequest, match=holder.address):
         score(reference)
-    with pytest.raises(Refused, match="session 'another' is not open here"):
+    with pytest.raises(Refused, match="session 'another' is not open on this rank"):
         reference.ask("Introduce", session="another", endpoints=[actor.description.ranks[0].endpoint])
     reference.introduce(actor)
     score(reference)
