@@ -11,12 +11,12 @@ from nccl_transfer.fetch import Fetcher
 from nccl_transfer.store.store import TensorStore
 from rlhf.errors import CallCancelled, DeadlineExceeded, OutOfStep, ServiceLost
 from rlhf.v1 import worker_pb2
+from services.runtime.call_barrier import CallBarrier, Note, note_of
 from services.runtime.calls import ActiveCall
 from services.runtime.compute import ComputeThread
 from services.runtime.deadlines import ANSWER_S
 from services.runtime.encoding import ResponseEncoder
 from services.runtime.fetches import MOST_ABANDONED, Abandoned, FetchQueue, fetch_rows
-from services.runtime.meetings import CallBarrier, Note, note_of
 from services.runtime.phases import RankPhase
 from services.runtime.sessions import Sessions
 from services.runtime.turn_queue import TurnQueue

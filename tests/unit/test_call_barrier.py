@@ -12,7 +12,7 @@ import pytest
 from rlhf.contract import group_methods
 from rlhf.errors import OutOfStep, PeerFailed, Refused
 from rlhf.v1 import common_pb2, worker_pb2
-from services.runtime.meetings import CallBarrier, note_of
+from services.runtime.call_barrier import CallBarrier, note_of
 
 METHOD = group_methods("reward")["offload"]
 
