@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from services.compute.transformers_internals import converts_weights
 from services.models.directory import VALUE_HEAD_FILE
@@ -60,7 +63,8 @@ def write_model(
             save_file(_under("value_head.", weights), directory / VALUE_HEAD_FILE)
             model.backbone.save_pretrained(directory, state_dict=_under("backbone.", weights))
         else:
-            model.save_pretrained(directory, state_dict=dict(weights))
+            with _without_generation_config(model):
+                model.save_pretrained(directory, state_dict=dict(weights))
     except SafetensorError as error:
         raise OSError(f"model directory {directory} could not be written: {error}") from error
 
@@ -84,7 +88,31 @@ def write_config(
     transformer.config.architectures = [type(transformer).__name__]
     save_config(transformer.config, directory, dtype or transformer.dtype)
     if transformer.can_generate() and transformer.generation_config is not None:
-        transformer.generation_config.save_pretrained(directory)
+        save_generation_config(transformer.generation_config, directory)
+
+
+def save_generation_config(config: GenerationConfig, directory: Path) -> None:
+    """Writes a generation configuration to generation_config.json as it is: `GenerationConfig.save_pretrained` refuses
+    those of some published models, which have a temperature without `do_sample`.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    config.to_json_file(directory / GENERATION_CONFIG_NAME, use_diff=True, keys_to_pop=["compile_config"])
+
+
+@contextlib.contextmanager
+def _without_generation_config(model: Any) -> Iterator[None]:
+    """Context manager in which `model.save_pretrained` writes a default generation configuration, which
+    `save_generation_config` replaces."""
+    if not model.can_generate():
+        yield
+        return
+    config, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = config
 
 
 def save_config(config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> None:

@@ -27,7 +27,7 @@ from transformers import (
 from services.compute.layers import speed_up_layers
 from services.compute.linear import speed_up
 from services.models.directory import VALUE_HEAD_FILE, first_line, require_model_directory
-from services.models.meta import model_on_meta
+from services.models.meta import model_on_meta, require_computed_attention
 from services.models.tokenizers import load_tokenizer
 from services.models.value_model import ValueModel
 
@@ -142,6 +142,7 @@ def _load(
     """
     require_model_directory(directory)
     try:
+        require_computed_attention(AutoConfig.from_pretrained(directory, local_files_only=True))
         if on_meta:
             return _prepared(model_on_meta(auto_class, directory, dtype, **options))
         model, report = auto_class.from_pretrained(

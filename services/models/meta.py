@@ -26,15 +26,26 @@ def model_on_meta(
         config: configuration of the model. Default: that of the directory.
 
     Raises:
-        ValueError: the model does not compute one of its buffers.
+        ValueError: the model does not compute one of its buffers, or has attention that is not computed here.
     """
     config = config or AutoConfig.from_pretrained(directory, local_files_only=True)
+    require_computed_attention(config)
     with torch.device("meta"):
         model: Any = auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
     if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     compute_buffers(model, model)
     return model
+
+
+def require_computed_attention(config: Any) -> None:
+    """Raises ValueError for a model that caps its attention scores, as Gemma 2 does: the attention "sdpa" of
+    transformers, which all engines use, ignores the cap without an error."""
+    cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if cap is not None:
+        raise ValueError(
+            f"the model caps attention scores (attn_logit_softcapping {cap:g} in config.json), which is not supported"
+        )
 
 
 def compute_buffers(module: nn.Module, model: Any) -> None:

@@ -29,6 +29,7 @@ class SequenceScorer:
         tokenizer: tokenizer of the directory, for callers that have texts.
         model: the model.
         max_tokens: most tokens of a row: the token budget, or the positions of the model if those are fewer.
+        vocab_size: number of embeddings of the model.
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
@@ -47,6 +48,7 @@ class SequenceScorer:
         self.tokenizer = load_tokenizer(directory)
         self.model = load(directory, dtype) if load else load_scoring_model(directory, dtype)
         check_tokenizer(self.tokenizer, self.model)
+        self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         if self.model.config.num_labels != 1:
             raise ValueError(
                 f"{directory} gives {self.model.config.num_labels} labels, a reward model gives one"

@@ -42,8 +42,17 @@ def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase, num_embeddings: int, model: Path | str | None
 ) -> None:
     """Raises ValueError if the tokenizer has token ids that are not below `num_embeddings`, the number of embeddings
-    of the model; `model` is its name in the message."""
-    num_ids = max(tokenizer.get_vocab().values()) + 1
+    of the model. Special tokens other than those that begin, end and pad texts may lie beyond, as the image token of
+    Gemma 3 does; `tokenize_texts` refuses texts that contain one.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        num_embeddings: number of embeddings of the model.
+        model: name of the model, for the message.
+    """
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    num_ids = max(number for number in tokenizer.get_vocab().values() if number not in special - used) + 1
     if num_ids > num_embeddings:
         raise ValueError(
             f"tokenizer and model do not match: the tokenizer {tokenizer.name_or_path} has {num_ids} token ids, "

@@ -28,10 +28,11 @@ class SequenceModelScorer(Scorer):
         table: Config of the service.
         tokenizer: Tokenizer of the model.
         max_tokens: Most tokens of a row.
+        vocab_size: Number of embeddings of the model.
     """
 
-    def __init__(self, table: RewardTable, tokenizer: Any, max_tokens: int) -> None:
-        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+    def __init__(self, table: RewardTable, tokenizer: Any, max_tokens: int, vocab_size: int) -> None:
+        self._tokenizer, self._max_tokens, self._vocab_size = tokenizer, max_tokens, vocab_size
         self._max_characters = max(MAX_CHARACTERS, CHARACTERS_PER_TOKEN * max_tokens)
         if table.input == "tensor":
             self.input_form = worker_pb2.INPUT_FORM_TENSOR
@@ -63,6 +64,7 @@ class SequenceModelScorer(Scorer):
             max_tokens=self._max_tokens,
             progressed=lambda: call.progress(0, len(rows)),
         )
+        faults = [fault or self._unknown(row) for row, fault in zip(ids, faults, strict=True)]
         return self._scores(ids, faults, call)
 
     def score_tokens(self, rows: CallRows, call: CallContext) -> list[reward_pb2.RowScore]:
@@ -81,6 +83,14 @@ class SequenceModelScorer(Scorer):
         readable = [ids for ids, fault in zip(rows, faults, strict=True) if not fault]
         scores = iter(self.score_sequences(readable, call))
         return [reward_pb2.RowScore(error=fault) if fault else row_score(next(scores)) for fault in faults]
+
+    def _unknown(self, ids: list[int]) -> str:
+        """Returns a text on a token of a row that the model has no embedding for; empty where it has all."""
+        largest = max(ids, default=0)
+        if largest < self._vocab_size:
+            return ""
+        token = self._tokenizer.convert_ids_to_tokens(largest)
+        return f"the row contains token {token!r}, id {largest}; the model has {self._vocab_size} embeddings"
 
     def _fault(self, num_tokens: int) -> str:
         if 0 < num_tokens <= self._max_tokens:
@@ -116,7 +126,7 @@ class ModelScorer(SequenceModelScorer):
             )
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: {error}") from error
-        super().__init__(table, scorer.tokenizer, scorer.max_tokens)
+        super().__init__(table, scorer.tokenizer, scorer.max_tokens, scorer.vocab_size)
         self._scorer = scorer
         self.stage_weights, self.load_weights = scorer.stage_weights, scorer.load_weights
 

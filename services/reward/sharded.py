@@ -42,7 +42,7 @@ class ShardedScorer(SequenceModelScorer):
                 f"model: config.json of {table.model} has no pad_token_id, so rows cannot share a batch"
             )
         positions = getattr(config, "max_position_embeddings", None) or budget
-        super().__init__(table, worker.tokenizer, min(budget, positions))
+        super().__init__(table, worker.tokenizer, min(budget, positions), config.vocab_size)
         self._worker, self._budget, self._pad_id = worker, budget, config.pad_token_id
         self._vocabulary = config.vocab_size
 

@@ -34,12 +34,14 @@ class LanguageWorker(VerifiedWorker, TorchWorker):
         tokenizer: Tokenizer of the model's directory.
         eos_id: Its end-of-sequence token; None for a tokenizer without one.
         longest_row: Most tokens of a row that the service reads; a subclass sets it.
+        vocab_size: Number of embeddings of the model; a subclass sets it.
 
     Raises:
         ConfigError: The directory has no tokenizer that can be loaded.
     """
 
     longest_row: int
+    vocab_size: int
     writes_to_rows = True  # torch has no read-only tensors, and tensors share the memory of arrays
 
     def __init__(self, table: LoadedModelTable, ranks: Ranks) -> None:
@@ -78,7 +80,11 @@ class LanguageWorker(VerifiedWorker, TorchWorker):
 
     def tokenized(self, texts: list[str], call: CallContext, **options: Any) -> list[list[int]]:
         """Returns the token ids of each text by the role's tokenizer; options and errors as for `tokenize_texts`."""
-        options |= {"max_tokens": self.longest_row, "progressed": self.progressed}
+        options |= {
+            "max_tokens": self.longest_row,
+            "vocab_size": self.vocab_size,
+            "progressed": self.progressed,
+        }
         return tokenize_texts(self.tokenizer, texts, call, **options)
 
     @register("ONE_TO_ALL", collective=False)

@@ -64,7 +64,8 @@ class ModelWorker(SendingWorker, LanguageWorker):
             options = optimizer_options(optimizer) if optimizer else None
             self.engine = make_engine(table, EngineSetup(load, ranks.mesh, self.torch_device, options))
             self.model_config = self.engine.config.get_text_config()
-            check_vocabulary(self.tokenizer, self.model_config.vocab_size, table.model)
+            self.vocab_size = self.model_config.vocab_size
+            check_vocabulary(self.tokenizer, self.vocab_size, table.model)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: {error}") from error
         self.engine.progressed = self.progressed

@@ -27,6 +27,7 @@ def tokenize_texts(
     call: CallContext,
     *,
     max_tokens: int,
+    vocab_size: int | None = None,
     progressed: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> list[list[int]]:
@@ -38,11 +39,12 @@ def tokenize_texts(
         call: The call, which may be stopped between two groups of texts.
         max_tokens: Most tokens of a row that the model can read. A text may have CHARACTERS_PER_TOKEN times as many
             characters, or MAX_CHARACTERS if that is more.
+        vocab_size: Number of embeddings of the model. Default: ids are not checked.
         progressed: Called after each group of texts.
         options: Keyword arguments of the tokenizer's `__call__`.
 
     Raises:
-        InvalidRequest: A text has more characters than the limit.
+        InvalidRequest: A text has more characters than the limit, or a token that is not below `vocab_size`.
         CallCancelled, DeadlineExceeded: The call was stopped between two groups.
     """
     longest = max(map(len, texts), default=0)
@@ -54,5 +56,11 @@ def tokenize_texts(
     for first in range(0, len(texts), group):
         call.check()
         ids += tokenizer(list(texts[first : first + group]), **options)["input_ids"]
+        largest = max((max(row, default=0) for row in ids[first:]), default=0)
+        if vocab_size is not None and largest >= vocab_size:
+            token = tokenizer.convert_ids_to_tokens(largest)
+            raise InvalidRequest(
+                f"a text contains the token {token!r}, whose id {largest} is beyond the model's {vocab_size} embeddings"
+            )
         progressed()
     return ids

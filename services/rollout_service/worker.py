@@ -41,7 +41,8 @@ class RolloutWorker(ReceivingWorker):
         self.table: RolloutServiceTable = table
         try:
             config = AutoConfig.from_pretrained(table.model, local_files_only=True).get_text_config()
-            check_vocabulary(self.tokenizer, config.vocab_size, table.model)
+            self.vocab_size = config.vocab_size
+            check_vocabulary(self.tokenizer, self.vocab_size, table.model)
             self._wanted = self._wanted_by(table, ranks)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: {error}") from error

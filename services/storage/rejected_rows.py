@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def _not_finite(columns: Sequence[Values] | Any, count: int) -> np.ndarray:
         if isinstance(values, Jagged):
             bad |= [not np.isfinite(values.row(row)).all() for row in range(count)]
         else:
-            bad |= ~np.isfinite(numbers).reshape(count, -1).all(axis=1)
+            bad |= ~np.isfinite(numbers).reshape(count, math.prod(numbers.shape[1:])).all(axis=1)
     return bad
 
 

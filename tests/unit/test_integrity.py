@@ -72,6 +72,17 @@ class TestRejectedRows:
         np.testing.assert_array_equal(scores, np.array([[5, 6], [3, np.nan]], np.float32))
         assert {each.name for each in path.parent.iterdir()} == {path.name, "actor-rank-0.safetensors"}
 
+    def test_a_rank_without_rows_keeps_none(self, tmp_path: Path) -> None:
+        columns = {"advantages": np.zeros(3, np.float32), "scores": np.zeros((3, 2), np.float32)}
+        path = tmp_path / "actor-rank-1.json"
+        write_rejected_rows(path, columns, np.empty(0, np.int64), np.array([10, 20, 30]), {"step": 7})
+        kept = read_rejected_rows(path)
+        assert kept.facts == {"step": 7, "rows": [], "not_finite": []}
+        assert {name: np.shape(values) for name, values in kept.columns.items()} == {
+            "advantages": (0,),
+            "scores": (0, 2),
+        }
+
     @pytest.mark.parametrize("mini_batches", [1, 2])
     def test_those_of_a_gradient_that_is_not_finite_are_kept(
         self, tiny_llama_dir: Path, tmp_path: Path, mini_batches: int

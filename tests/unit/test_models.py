@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -23,12 +27,16 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from services.models.export import tensors_sha256, write_model
+from rlhf.errors import InvalidRequest
+from rlhf.v1 import common_pb2
+from services.models.export import tensors_sha256, write_config, write_model
 from services.models.families import load_causal_lm, load_classifier, load_value_model
 from services.models.meta import compute_buffers
 from services.models.sequence_scorer import SequenceScorer
 from services.models.tokenizers import check_tokenizer, load_tokenizer, vocabulary_hash
 from services.models.value_model import ValueModel
+from services.roles.tokenization import tokenize_texts
+from services.runtime.worker import CallContext
 
 IDS = torch.tensor([[1, 5, 9, 33, 60]])
 
@@ -251,3 +259,47 @@ def test_a_reward_model_that_cannot_work_is_refused(reward_dir: Path, change: di
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=reason):
         SequenceScorer(reward_dir, token_budget=64)
+
+
+def test_a_special_token_beyond_the_embeddings_is_refused_where_a_text_contains_it(tiny_llama_dir: Path):
+    """As with Gemma 3, whose tokenizer has an image token that its text models have no embedding for."""
+    model, tokenizer = load_causal_lm(tiny_llama_dir), load_tokenizer(tiny_llama_dir)
+    size = model.get_input_embeddings().num_embeddings
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    assert tokenizer.convert_tokens_to_ids("<image>") >= size
+    check_tokenizer(tokenizer, model)
+    call = CallContext(common_pb2.Call(call_id="c"), time.monotonic() + 60)
+    tokenize = partial(tokenize_texts, tokenizer, call=call, max_tokens=8, vocab_size=size)
+    assert tokenize(["w3"]) == [[3]]
+    with pytest.raises(InvalidRequest, match=f"contains the token '<image>', whose id {size} is beyond"):
+        tokenize(["w3", "w3<image>"])
+    tokenizer.eos_token = "<image>"
+    with pytest.raises(ValueError, match="do not match"):
+        check_tokenizer(tokenizer, model)
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_model_that_caps_attention_scores_is_refused(tmp_path: Path, on_meta: bool):
+    config = Gemma2Config(
+        vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, attn_logit_softcapping=50.0,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"attn_logit_softcapping 50 in config.json\), which is not supported"
+    ):
+        load_causal_lm(tmp_path, on_meta=on_meta)
+
+
+def test_a_generation_config_is_exported_as_it_is(tiny_llama_dir: Path, tmp_path: Path):
+    """transformers refuses to save a temperature without do_sample, which published models have."""
+    shutil.copytree(tiny_llama_dir, tmp_path / "model")
+    given = {"eos_token_id": [1, 2], "temperature": 0.9, "top_p": 0.6}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(given))
+    model = load_causal_lm(tmp_path / "model")
+    (out := tmp_path / "out").mkdir()
+    write_model(model, model.state_dict(), out)
+    write_config(model, out)
+    written = json.loads((out / "generation_config.json").read_text())
+    assert {key: written[key] for key in given} == given
+    assert model.generation_config.temperature == 0.9

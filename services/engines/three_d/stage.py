@@ -32,7 +32,7 @@ from services.engines.three_d.tensor_parallel import (
     VocabularyParallelHead,
     fan_out_input,
 )
-from services.models.export import save_config
+from services.models.export import save_config, save_generation_config
 from services.models.families import FAMILIES
 from services.models.value_model import ValueModel
 from services.models.weights import WeightsReader, write_weights
@@ -202,7 +202,7 @@ class ModelStage:
         sha256 = write_weights(directory, sizes, ((name, x.to(dtype)) for name, x in gathered))
         save_config(self.config, directory, dtype)
         if self._generation_config is not None:
-            self._generation_config.save_pretrained(directory)
+            save_generation_config(self._generation_config, directory)
         return sha256
 
     def is_replica(self, name: str) -> bool:
