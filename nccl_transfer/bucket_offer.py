@@ -154,11 +154,12 @@ class Offer:
         with self._changed:
             if self._ended is not None:
                 return _failed(self._ended)
-        if number >= len(self._buckets) or receiver not in self._buckets[number].destinations:
-            raise InvalidRequest(f"{self._name}: bucket {number} of this rank is not for receiver {receiver}")
-        if number < self._read_before[receiver]:
-            raise InvalidRequest(f"{self._name}: receiver {receiver} has read bucket {number} already")
-        with self._changed:
+            if number >= len(self._buckets) or receiver not in self._buckets[number].destinations:
+                raise InvalidRequest(
+                    f"{self._name}: bucket {number} of this rank is not for receiver {receiver}"
+                )
+            if number < self._read_before[receiver]:
+                raise InvalidRequest(f"{self._name}: receiver {receiver} has read bucket {number} already")
             if not packed:
                 return self._offered[number]
             self._unable.add(receiver)

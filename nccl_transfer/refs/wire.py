@@ -149,6 +149,13 @@ def from_proto(message: pb.Batch) -> Batch:
     """
     if message.rows > MAX_ROWS:
         raise InvalidRequest(f"a batch has {message.rows} rows; at most {MAX_ROWS} are allowed")
+    # A column of one run takes no memory for its rows, others 16 bytes a row.
+    scattered = sum(len(column.runs.runs) > 1 for column in message.columns)
+    if scattered * message.rows > MAX_ROWS:
+        raise InvalidRequest(
+            f"a batch has {message.rows} rows in {scattered} columns of several runs; at most {MAX_ROWS} are allowed "
+            "in all of these columns together"
+        )
     shards = tuple(_places(message)[1])
     columns: dict[str, Column] = {}
     known: dict[int, _Lengths] = {}

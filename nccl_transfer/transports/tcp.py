@@ -8,6 +8,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from google.rpc import status_pb2
@@ -34,6 +35,10 @@ from rlhf.errors import DeadlineExceeded, Refused, ServiceLost, TransferError, f
 from rlhf.security import current
 from rlhf.v1 import transfer_pb2 as pb
 
+CONNECT_S = 20.0
+"""Maximum time, in seconds, for which a source may not answer a request to connect, before it counts as lost."""
+FORGOTTEN = "no session introduces this endpoint any longer"
+
 
 class TcpReader(Reader):
     """Streams ranges over TCP connections that are kept between reads, and resumes broken streams where they
@@ -43,8 +48,8 @@ class TcpReader(Reader):
 
     def __init__(self) -> None:
         self._idle: dict[Endpoint, list[socket.socket]] = {}
-        self._busy: dict[socket.socket, Endpoint | None] = {}
-        """Connections of reads under way, by their sources; None: one that was forgotten."""
+        self._busy: dict[object, Endpoint | None] = {}
+        """Source of each connection of a read under way, or of each attempt to connect; None: it was forgotten."""
         self._lock = threading.Lock()
 
     def why_not(self, source: Endpoint, host_id: str) -> str | None:
@@ -66,8 +71,9 @@ class TcpReader(Reader):
             idle = self._idle.pop(source, [])
             for connection in [each for each, known in self._busy.items() if known == source]:
                 self._busy[connection] = None
-                # The thread that reads from it sees its end and closes it.
-                disconnect(connection)
+                # The thread that reads from it sees its end and closes it; one that connects sees that it is unknown.
+                if isinstance(connection, socket.socket):
+                    disconnect(connection)
         for connection in idle:
             connection.close()
 
@@ -76,7 +82,8 @@ class TcpReader(Reader):
             idle, self._idle = self._idle, {}
             for connection in self._busy:
                 # The thread that reads from it sees its end and closes it.
-                disconnect(connection)
+                if isinstance(connection, socket.socket):
+                    disconnect(connection)
         for connection in (each for some in idle.values() for each in some):
             connection.close()
 
@@ -89,9 +96,10 @@ class TcpReader(Reader):
                 connection.settimeout(remaining_s(deadline, source))
                 connection.sendall(REQUEST.pack(MAGIC, key, len(request)) + request)
                 _receive(connection, source, sink, deadline)
-            except TimeoutError as error:
-                raise DeadlineExceeded(f"{source}: not all bytes arrived before the deadline") from error
             except OSError as error:
+                # The kernel's own timeout, which has a number, may come before the deadline.
+                if isinstance(error, TimeoutError) and error.errno is None:
+                    raise DeadlineExceeded(f"{source}: not all bytes arrived before the deadline") from error
                 raise ServiceLost(f"{source}: the connection broke: {error.strerror or error}") from error
 
     @contextlib.contextmanager
@@ -99,10 +107,11 @@ class TcpReader(Reader):
         """Context manager that yields a connection to `source`, idle or new. The connection is kept for later reads
         unless the block raises or the source is forgotten, which closes it. Raises Refused where the connection broke
         since the source was forgotten."""
-        pooled = self._pooled(source)
-        connection = pooled or _connect(source, port, deadline)
+        connecting = object()
         with self._lock:
-            self._busy[connection] = source
+            pooled = self._pooled(source)
+            self._busy[pooled or connecting] = source
+        connection = pooled or self._connect(connecting, source, port, deadline)
         try:
             if pooled is None:
                 _shake_hands(connection, source, deadline)
@@ -112,7 +121,7 @@ class TcpReader(Reader):
                 is_known = self._busy.pop(connection) is not None
             connection.close()
             if isinstance(error, ServiceLost) and not is_known:
-                raise Refused(f"{source}: no session introduces this endpoint any longer") from error
+                raise Refused(f"{source}: {FORGOTTEN}") from error
             raise
         with self._lock:
             is_kept = self._busy.pop(connection) is not None
@@ -121,17 +130,36 @@ class TcpReader(Reader):
         if not is_kept:
             connection.close()
 
+    def _connect(self, connecting: object, source: Endpoint, port: int, deadline: float) -> socket.socket:
+        """Connects to a source. The connection takes the place of `connecting` among the busy ones, or is closed where
+        the source was forgotten meanwhile, for which it raises Refused."""
+        try:
+            connection = _connect(source, port, deadline)
+        except BaseException as error:
+            with self._lock:
+                is_known = self._busy.pop(connecting) is not None
+            if isinstance(error, ServiceLost) and not is_known:
+                raise Refused(f"{source}: {FORGOTTEN}") from error
+            raise
+        with self._lock:
+            is_known = self._busy.pop(connecting) is not None
+            if is_known:
+                self._busy[connection] = source
+        if not is_known:
+            connection.close()
+            raise Refused(f"{source}: {FORGOTTEN}")
+        return connection
+
     def _pooled(self, source: Endpoint) -> socket.socket | None:
         """Takes a live idle connection to `source`, or returns None. Closes all idle connections whose source has
-        ended."""
-        with self._lock:
-            for known, connections in list(self._idle.items()):
-                living = [each for each in connections if _is_alive(each) or each.close()]
-                self._idle[known] = living
-                if not living:
-                    del self._idle[known]
-            idle = self._idle.get(source)
-            return idle.pop() if idle else None
+        ended. The caller holds the lock."""
+        for known, connections in list(self._idle.items()):
+            living = [each for each in connections if _is_alive(each) or each.close()]
+            self._idle[known] = living
+            if not living:
+                del self._idle[known]
+        idle = self._idle.get(source)
+        return idle.pop() if idle else None
 
 
 def _is_alive(connection: socket.socket) -> bool:
@@ -159,8 +187,9 @@ def _connect(source: Endpoint, port: int, deadline: float) -> socket.socket:
     """Connects to a source, without a TLS handshake yet."""
     host = source.address.rpartition(":")[0].strip("[]")
     certificates = current().certificates
-    with _reaching(source):
-        connection = socket.create_connection((host, port), remaining_s(deadline, source))
+    with _reaching(source, deadline):
+        timeout_s = min(remaining_s(deadline, source), CONNECT_S)
+        connection = socket.create_connection((host, port), timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection if certificates is None else certificates.connect_tls(connection, host)
 
@@ -168,19 +197,19 @@ def _connect(source: Endpoint, port: int, deadline: float) -> socket.socket:
 def _shake_hands(connection: socket.socket, source: Endpoint, deadline: float) -> None:
     """Performs the handshake of a new connection where it has TLS."""
     if isinstance(connection, ssl.SSLSocket):
-        with _reaching(source):
+        with _reaching(source, deadline):
             connection.settimeout(remaining_s(deadline, source))
             connection.do_handshake()
 
 
 @contextlib.contextmanager
-def _reaching(source: Endpoint) -> Iterator[None]:
+def _reaching(source: Endpoint, deadline: float) -> Iterator[None]:
     """Context manager that turns errors of connecting to a source into DeadlineExceeded and ServiceLost."""
     try:
         yield
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"{source}: no connection to its data port by the deadline") from error
     except OSError as error:
+        if isinstance(error, TimeoutError) and time.monotonic() >= deadline:
+            raise DeadlineExceeded(f"{source}: no connection to its data port by the deadline") from error
         why = error.strerror or error
         raise ServiceLost(f"{source}: cannot be reached or died: its data port: {why}") from error
 

@@ -184,6 +184,7 @@ class WorkerHandlers:
         return worker_pb2.ReleaseResponse(freed_bytes=self._store.release(request.session, steps))
 
     async def _end_session(self, request: Any, context: Any) -> worker_pb2.EndSessionResponse:
+        require(request, "session")
         check_name("session", request.session)
         self._queue.sessions.end(request.session)
         return worker_pb2.EndSessionResponse()

@@ -318,3 +318,16 @@ def test_a_reference_that_says_another_size_than_the_shard_has_is_an_error(rank,
     wrong = RemoteColumn.of_run("uint8", (MIB // 2,), None, shard, 4)
     with pytest.raises(Refused, match="was released"):  # its header says another size
         rank.fetch(Batch(4, {"x": wrong}))
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc"], indirect=True)
+def test_an_arena_whose_headers_cannot_be_mapped_is_read_by_another_transport(
+    rank: Rank, lender: PeerProcess
+) -> None:
+    """As between two containers on one GPU, whose processes cannot connect to each other's sockets by name."""
+    array = random_array("float32", (6, 2))
+    batch = put_on_gpu(lender, {"x": (array, "float32", None)})
+    adverts = {**lender.endpoint.adverts, "memfd": b"rlhf-" + b"0" * 32}
+    rows = rank.fetch(moved_to(batch, host_id="far", adverts=adverts))
+    assert_same_bits(host(rows["x"]), array)
+    assert "its headers cannot be read: it is on host 'far'" in rank.fetcher.failures()["cuda_ipc"]

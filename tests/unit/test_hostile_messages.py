@@ -160,6 +160,22 @@ def test_a_size_that_only_the_message_knows_of_takes_no_memory_by_grpc(claim: in
     store.close()
 
 
+def test_rows_in_many_columns_of_two_runs_take_no_memory():
+    message = pb.Batch(rows=1 << 24)
+    message.endpoints.add(address="127.0.0.1:1")
+    message.shards.add(id=1, nbytes=1 << 30)
+    for number in range(100):
+        column = message.columns.add(name=f"c{number}", dtype=pb.ELEMENT_TYPE_FLOAT32)
+        for _ in range(2):
+            column.runs.runs.add(rows=1 << 23)
+    assert message.ByteSize() < 10_000
+    with (
+        no_more_than(1 << 20),
+        pytest.raises(InvalidRequest, match="16777216 rows in 100 columns of several runs"),
+    ):
+        wire.from_proto(message)
+
+
 def test_memory_that_there_is_not_is_an_error_that_says_so():
     source = Endpoint("127.0.0.1:1", service="actor")
     sink = Sink([ByteRange(Shard(source, 7, 64, 1 << 46), 0, 1 << 46)])

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.store.store import TensorStore
+from nccl_transfer.refs.shards import Endpoint
+from nccl_transfer.store.store import Lease, TensorStore
+from rlhf.errors import InvalidRequest
 from rlhf.guard import Guard
 from rlhf.security import PLAINTEXT
 from rlhf.v1 import worker_pb2
@@ -27,18 +30,41 @@ class Reward(Worker):
     role = "reward"
 
 
+def handlers_of(queue: CallQueue, worker: Worker, store: TensorStore) -> dict[str, Any]:
+    stop = asyncio.Event()
+    boundary, guard = RpcBoundary(worker, "reward", stop), Guard(PLAINTEXT, {})
+    made = WorkerHandlers("reward", worker, {}, queue, store, [], boundary, guard, stop, stop)
+    return cast(dict[str, Any], made.handlers())
+
+
+def test_only_a_session_with_a_name_is_ended() -> None:
+    """Calls without a session belong to none, and rows of theirs can be stored for ever."""
+
+    async def main() -> None:
+        worker, store = (
+            Reward(RewardTable(role="reward", address="127.0.0.1:1"), Ranks(0, 1, 1)),
+            TensorStore(1 << 16),
+        )
+        queue = CallQueue(worker, store, Fetcher("", []))
+        end = handlers_of(queue, worker, store)["EndSession"]
+        with pytest.raises(InvalidRequest, match="session"):
+            await end(worker_pb2.EndSessionRequest(), cast(Any, None))
+        store.endpoint = Endpoint("127.0.0.1:1", epoch=1)
+        store.put(np.zeros(8), Lease("", 0))
+        await queue.drain()
+
+    asyncio.run(main())
+
+
 def test_the_cpu_is_looked_up_once_and_not_for_each_describe(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(worker_handlers, "cpu_name", lambda: asked.append("cpu") or "a CPU")
 
     async def main() -> None:
         worker = Reward(RewardTable(role="reward", address="127.0.0.1:1"), Ranks(0, 1, 1))
-        store, stop = TensorStore(1 << 16), asyncio.Event()
+        store = TensorStore(1 << 16)
         queue = CallQueue(worker, store, Fetcher("", []))
-        boundary = RpcBoundary(worker, "reward", stop)
-        guard = Guard(PLAINTEXT, {})
-        made = WorkerHandlers("reward", worker, {}, queue, store, [], boundary, guard, stop, stop)
-        handlers = made.handlers()
+        handlers = handlers_of(queue, worker, store)
         for _ in range(3):
             answer = await handlers["Describe"](worker_pb2.DescribeRequest(), cast(Any, None))
             assert answer.cpu == "a CPU"

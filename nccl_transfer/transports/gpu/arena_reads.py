@@ -14,6 +14,7 @@ from nccl_transfer.store.arena import ArenaReader, DevicePlace
 from nccl_transfer.transports.gpu.device_read import DeviceRead
 from nccl_transfer.transports.gpu.liveness import LivenessStream
 from nccl_transfer.transports.gpu.peer_connection import PeerConnection
+from nccl_transfer.transports.host import host_id
 from nccl_transfer.transports.memfd import MemfdReader
 from rlhf.errors import AttachFailed, TransferError
 from rlhf.v1 import cuda_ipc_pb2 as pb
@@ -108,7 +109,7 @@ class ArenaClient(PeerConnection[CudaIpcServiceStub, _OpenedArena]):
         return place.event is not None and arena.ready(place.event).done()
 
     def _map_headers(self, source: Endpoint, deadline: float) -> ArenaReader:
-        if reason := self._headers.why_not(source, source.host_id):
+        if reason := self._headers.why_not(source, host_id()):
             raise AttachFailed(f"{source}: its headers cannot be read: {reason}")
         return self._headers.arena(source, deadline)
 

@@ -193,6 +193,8 @@ class PeerConnections(Generic[A]):
         self._make = make
         self._closed = False
         self._connections: dict[str, A] = {}
+        self._sources: dict[str, Endpoint] = {}
+        """The source that a connection was last used for, by its address."""
         self._lock = threading.Lock()
 
     def to(self, source: Endpoint) -> A:
@@ -205,6 +207,7 @@ class PeerConnections(Generic[A]):
         with self._lock:
             if self._closed:
                 raise Refused(f"{source}: {CLOSED}")
+            self._sources[source.address] = source
             if source.address in self._connections:
                 return self._connections[source.address]
             others = list(self._connections.values())
@@ -215,8 +218,11 @@ class PeerConnections(Generic[A]):
 
     def forget(self, source: Endpoint) -> None:
         """Closes the connection to a source, if there is one, in a thread of its own, since a transfer may have to end
-        first."""
+        first. A connection that was used for another rank at the address since, after a restart, stays."""
         with self._lock:
+            if self._sources.get(source.address) != source:
+                return
+            del self._sources[source.address]
             connection = self._connections.pop(source.address, None)
         if connection is not None:
             threading.Thread(target=connection.close, name="forget-source", daemon=True).start()
