@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,8 @@ class SequenceScorer:
         self.tokenizer = load_tokenizer(directory)
         self.model = load(directory, dtype) if load else load_scoring_model(directory, dtype)
         check_tokenizer(self.tokenizer, self.model)
-        self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
+        embedding: Any = self.model.get_input_embeddings()
+        self.vocab_size: int = embedding.num_embeddings
         if self.model.config.num_labels != 1:
             raise ValueError(
                 f"{directory} gives {self.model.config.num_labels} labels, a reward model gives one"

@@ -51,8 +51,9 @@ def check_vocabulary(
         model: name of the model, for the message.
     """
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    num_ids = max(number for number in tokenizer.get_vocab().values() if number not in special - used) + 1
+    own: Any = tokenizer
+    unused = special - {own.bos_token_id, own.eos_token_id, own.pad_token_id, own.unk_token_id}
+    num_ids = max(number for number in tokenizer.get_vocab().values() if number not in unused) + 1
     if num_ids > num_embeddings:
         raise ValueError(
             f"tokenizer and model do not match: the tokenizer {tokenizer.name_or_path} has {num_ids} token ids, "

@@ -146,7 +146,7 @@ def test_an_actor_that_was_started_without_adapters_is_refused_as_the_reference(
     table = chosen.services["actor"].model_copy(update={"lora": LoraTable()})
     connecting = ConnectedCluster(chosen.model_copy(update={"services": {"actor": table}}), Session())
     try:
-        with pytest.raises(ConfigError, match=r"services\.actor: .* the reference, .* started without lora"):
+        with pytest.raises(ConfigError, match=r"services\.actor: .* role reference, .* started without lora"):
             connecting.connect()
     finally:
         connecting.close()

@@ -78,10 +78,10 @@ class TestRejectedRows:
         write_rejected_rows(path, columns, np.empty(0, np.int64), np.array([10, 20, 30]), {"step": 7})
         kept = read_rejected_rows(path)
         assert kept.facts == {"step": 7, "rows": [], "not_finite": []}
-        assert {name: np.shape(values) for name, values in kept.columns.items()} == {
-            "advantages": (0,),
-            "scores": (0, 2),
-        }
+        for name, shape in (("advantages", (0,)), ("scores", (0, 2))):
+            values = kept.columns[name]
+            assert isinstance(values, np.ndarray)
+            assert values.shape == shape
 
     @pytest.mark.parametrize("mini_batches", [1, 2])
     def test_those_of_a_gradient_that_is_not_finite_are_kept(

@@ -264,9 +264,9 @@ def test_a_reward_model_that_cannot_work_is_refused(reward_dir: Path, change: di
 def test_a_special_token_beyond_the_embeddings_is_refused_where_a_text_contains_it(tiny_llama_dir: Path):
     """As with Gemma 3, whose tokenizer has an image token that its text models have no embedding for."""
     model, tokenizer = load_causal_lm(tiny_llama_dir), load_tokenizer(tiny_llama_dir)
-    size = model.get_input_embeddings().num_embeddings
+    size: int = model.config.vocab_size
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    assert tokenizer.convert_tokens_to_ids("<image>") >= size
+    assert tokenizer.get_vocab()["<image>"] >= size
     check_tokenizer(tokenizer, model)
     call = CallContext(common_pb2.Call(call_id="c"), time.monotonic() + 60)
     tokenize = partial(tokenize_texts, tokenizer, call=call, max_tokens=8, vocab_size=size)
