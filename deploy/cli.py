@@ -182,7 +182,8 @@ def down(launcher: LaunchOptions, config: Path) -> None:
 def check(
     config: Path, settings: tuple[str, ...], only: tuple[str, ...], device_memory_gb: float | None
 ) -> None:
-    """Check that `up` could start the services of CONFIG on this host now: packages, models, addresses, GPUs; and print
+    """Check that `up` could start the services of CONFIG on this host now: packages, models, addresses, reward
+    functions, GPUs; and print
     the memory that they are predicted to need, by stage, and the device of each rank.
 
     The exit code is 1 if they are predicted to need more memory than is available.

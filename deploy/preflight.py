@@ -15,12 +15,10 @@ from rlhf import addresses
 from rlhf.errors import ConfigError
 from settings.fit import check_model_fits
 from settings.hub import DESCRIPTION, fetch
-from settings.reward import BUILT_IN, RewardTable
+from settings.reward import RewardTable
 from settings.services import Service
 from settings.transports import check_transport
 
-ALWAYS_THERE = BUILT_IN - {"math"}
-"""Reward functions that need no further package."""
 FIND_FUNCTION = """
 import json, os, sys
 from rlhf.errors import ConfigError
@@ -103,8 +101,6 @@ def check_function(name: str, table: Service) -> None:
     """Raises ConfigError where the function of a reward cannot be imported, needs a package that is not installed, or
     does not take its options. A process of its own imports it, from the working directory, as the service does."""
     if not isinstance(table, RewardTable) or table.kind != "function":
-        return
-    if table.function in ALWAYS_THERE and not table.options:
         return
     command = [sys.executable, "-c", FIND_FUNCTION, table.function, json.dumps(table.options)]
     try:

@@ -37,7 +37,6 @@ from rlhf.v1 import transfer_pb2 as pb
 
 CONNECT_S = 20.0
 """Maximum time, in seconds, for which a source may not answer a request to connect, before it counts as lost."""
-FORGOTTEN = "no session introduces this endpoint any longer"
 
 
 class TcpReader(Reader):
@@ -107,21 +106,27 @@ class TcpReader(Reader):
         """Context manager that yields a connection to `source`, idle or new. The connection is kept for later reads
         unless the block raises or the source is forgotten, which closes it. Raises Refused where the connection broke
         since the source was forgotten."""
-        connecting = object()
         with self._lock:
-            pooled = self._pooled(source)
-            self._busy[pooled or connecting] = source
-        connection = pooled or self._connect(connecting, source, port, deadline)
+            connection = self._pooled(source)
+            key: object = connection or object()
+            self._busy[key] = source
         try:
-            if pooled is None:
+            if connection is None:
+                connection = _connect(source, port, deadline)
+                with self._lock:
+                    known = self._busy[connection] = self._busy.pop(key)
+                    key = connection
+                if known is None:  # becomes Refused below
+                    raise ServiceLost(f"{source}: the connection was not needed any longer")
                 _shake_hands(connection, source, deadline)
             yield connection
         except BaseException as error:
             with self._lock:
-                is_known = self._busy.pop(connection) is not None
-            connection.close()
+                is_known = self._busy.pop(key) is not None
+            if connection is not None:
+                connection.close()
             if isinstance(error, ServiceLost) and not is_known:
-                raise Refused(f"{source}: {FORGOTTEN}") from error
+                raise Refused(f"{source}: no session introduces this endpoint any longer") from error
             raise
         with self._lock:
             is_kept = self._busy.pop(connection) is not None
@@ -129,26 +134,6 @@ class TcpReader(Reader):
                 self._idle.setdefault(source, []).append(connection)
         if not is_kept:
             connection.close()
-
-    def _connect(self, connecting: object, source: Endpoint, port: int, deadline: float) -> socket.socket:
-        """Connects to a source. The connection takes the place of `connecting` among the busy ones, or is closed where
-        the source was forgotten meanwhile, for which it raises Refused."""
-        try:
-            connection = _connect(source, port, deadline)
-        except BaseException as error:
-            with self._lock:
-                is_known = self._busy.pop(connecting) is not None
-            if isinstance(error, ServiceLost) and not is_known:
-                raise Refused(f"{source}: {FORGOTTEN}") from error
-            raise
-        with self._lock:
-            is_known = self._busy.pop(connecting) is not None
-            if is_known:
-                self._busy[connection] = source
-        if not is_known:
-            connection.close()
-            raise Refused(f"{source}: {FORGOTTEN}")
-        return connection
 
     def _pooled(self, source: Endpoint) -> socket.socket | None:
         """Takes a live idle connection to `source`, or returns None. Closes all idle connections whose source has

@@ -142,9 +142,9 @@ def _load(
     """
     require_model_directory(directory)
     try:
-        require_computed_attention(AutoConfig.from_pretrained(directory, local_files_only=True))
         if on_meta:
             return _prepared(model_on_meta(auto_class, directory, dtype, **options))
+        require_computed_attention(AutoConfig.from_pretrained(directory, local_files_only=True))
         model, report = auto_class.from_pretrained(
             directory,
             dtype=dtype,

@@ -156,8 +156,8 @@ def score_group(
 
 
 def _failure(name: str, error: Exception) -> reward_pb2.RowScore:
-    """Returns an exception of a function as the error of a row. Logs its traceback, once for each line of code that
-    raises."""
+    """Returns an exception of a function as the error of a row. Logs its traceback, in each process once for each
+    line of code that raises."""
     if isinstance(error, InvalidRequest):
         return reward_pb2.RowScore(error=encodable(str(error)))
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)

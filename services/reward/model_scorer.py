@@ -15,7 +15,7 @@ from services.models.sequence_scorer import SequenceScorer
 from services.models.tokenizers import vocabulary_hash
 from services.reward.scorers.base import Scorer, row_score
 from services.roles.device import rank_device
-from services.roles.tokenization import CHARACTERS_PER_TOKEN, MAX_CHARACTERS, tokenize_texts
+from services.roles.tokenization import CHARACTERS_PER_TOKEN, MAX_CHARACTERS, tokenize_texts, unknown_token
 from services.runtime.worker import CallContext, CallRows
 from settings.reward import RewardTable
 
@@ -64,7 +64,11 @@ class SequenceModelScorer(Scorer):
             max_tokens=self._max_tokens,
             progressed=lambda: call.progress(0, len(rows)),
         )
-        faults = [fault or self._unknown(row) for row, fault in zip(ids, faults, strict=True)]
+        unknown = [unknown_token(self._tokenizer, row, self._vocab_size) for row in ids]
+        faults = [
+            fault or (f"the row {token}" if token else "")
+            for fault, token in zip(faults, unknown, strict=True)
+        ]
         return self._scores(ids, faults, call)
 
     def score_tokens(self, rows: CallRows, call: CallContext) -> list[reward_pb2.RowScore]:
@@ -83,14 +87,6 @@ class SequenceModelScorer(Scorer):
         readable = [ids for ids, fault in zip(rows, faults, strict=True) if not fault]
         scores = iter(self.score_sequences(readable, call))
         return [reward_pb2.RowScore(error=fault) if fault else row_score(next(scores)) for fault in faults]
-
-    def _unknown(self, ids: list[int]) -> str:
-        """Returns a text on a token of a row that the model has no embedding for; empty where it has all."""
-        largest = max(ids, default=0)
-        if largest < self._vocab_size:
-            return ""
-        token = self._tokenizer.convert_ids_to_tokens(largest)
-        return f"the row contains token {token!r}, id {largest}; the model has {self._vocab_size} embeddings"
 
     def _fault(self, num_tokens: int) -> str:
         if 0 < num_tokens <= self._max_tokens:

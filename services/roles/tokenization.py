@@ -56,11 +56,19 @@ def tokenize_texts(
     for first in range(0, len(texts), group):
         call.check()
         ids += tokenizer(list(texts[first : first + group]), **options)["input_ids"]
-        largest = max((max(row, default=0) for row in ids[first:]), default=0)
-        if vocab_size is not None and largest >= vocab_size:
-            token = tokenizer.convert_ids_to_tokens(largest)
-            raise InvalidRequest(
-                f"a text contains the token {token!r}, whose id {largest} is beyond the model's {vocab_size} embeddings"
-            )
+        if vocab_size is not None:
+            for row in ids[first:]:
+                if fault := unknown_token(tokenizer, row, vocab_size):
+                    raise InvalidRequest(f"a text {fault}")
         progressed()
     return ids
+
+
+def unknown_token(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], vocab_size: int) -> str:
+    """Returns a clause that names a token of `ids` without an embedding among the `vocab_size` of the model; empty if
+    all tokens have one."""
+    largest = max(ids, default=0)
+    if largest < vocab_size:
+        return ""
+    token = tokenizer.convert_ids_to_tokens(largest)
+    return f"contains the token {token!r}, whose id {largest} is beyond the model's {vocab_size} embeddings"
