@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import selectors
 import sys
 from pathlib import Path
@@ -123,8 +122,6 @@ def main(
     Methods that change a service (updates, checkpoints, offloading) are not offered. A service of several ranks takes
     its calls from one session at a time: a test is refused while a run has the service.
     """
-    # gRPC would log connections that close at the end.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         if compared:
             _compare(*compared)

@@ -15,13 +15,9 @@ def serve_from_one_thread() -> None:
     The earlier poller, still present in 1.85, needs a Python thread that waits, such as the event loop's. The server
     has one and uses it; channels, some of which the data plane polls from no thread, keep the EventEngine.
 
-    Also keeps messages of gRPC that are no errors out of the log, such as the one for each TLS handshake that a
-    stranger begins and fails, unless the user has set GRPC_VERBOSITY.
-
     Imports gRPC, which reads the environment then, so it must be called before any other import of gRPC. The poller
     stays as it is if the user has set GRPC_EXPERIMENTS.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     if _VARIABLE in os.environ:
         return
     os.environ[_VARIABLE] = "-event_engine_listener"
