@@ -225,13 +225,13 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
     Raises:
         ConfigError: The configuration, a model or the data cannot be used; the same errors that `run` raises.
     """
-    check_models(algorithm.configure(config))
     if has_data:
         plan = Plan.of(algorithm, config)
         config, (train, heldout) = plan.config, plan.data
         click.echo(f"data: {len(train)} train and {len(heldout)} held-out rows", err=True)
     else:
         config = algorithm.configure(config)
+        check_models(config)
     for name, table in config.services.items():
         ranks = "1 rank" if table.ranks == 1 else f"{table.ranks} ranks"
         start = "would be started" if launch and not table.external else "has to be there"

@@ -81,7 +81,9 @@ class Histogram:
         from short to long; an empty list where nothing was counted."""
         stride = max(len(self._counts) // points, 1)
         cumulated = list(self._cumulated())
-        kept = cumulated[::stride] + ([] if len(cumulated) % stride == 1 else cumulated[-1:])
+        kept = cumulated[::stride]
+        if kept[-1:] != cumulated[-1:]:
+            kept.append(cumulated[-1])
         return [(1 - seen / self.count, min(_highest_of(index), self.most) / _NS) for index, seen in kept]
 
     def encoded(self) -> str:

@@ -3,7 +3,6 @@ data and models, and the platform of its services. A resumed run is compared wit
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from controller.checkpoints.digests import fingerprint, model_fingerprint
 from controller.config.config import Config
 from controller.data.prompts import PromptData, TextData
-from controller.role_groups.admission import WHERE_IT_RUNS, differences
+from controller.role_groups.admission import WHERE_IT_RUNS, differences, shown
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
 from settings.memory.services import computed_dtype
@@ -222,7 +221,7 @@ def _with_numbered_sources(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def _listed(found: list[tuple[str, Any, Any]]) -> str:
     return "; ".join(
-        f"{key} was {_shown(there)} when the checkpoint was written and is {_shown(here)} now"
+        f"{key} was {shown(there)} when the checkpoint was written and is {shown(here)} now"
         for key, there, here in found
     )
 
@@ -235,10 +234,6 @@ def _hint(elsewhere: bool, found: list[tuple[str, Any, Any]]) -> str:
 
 def _is_of_a_service(key: str) -> bool:
     return key.startswith("services.") and not key.endswith(".vocabulary")
-
-
-def _shown(value: Any) -> str:
-    return "not set" if value is None else json.dumps(value)
 
 
 def _mesh(mesh: worker_pb2.MeshShape) -> str:

@@ -114,9 +114,9 @@ def least_devices(problem: Problem) -> int | None:
 
     low, high = 0, max(1, group.count)
     while not fits(high):
-        low, high = high, 2 * high
-        if high > MOST_DEVICES:
+        if high >= MOST_DEVICES:
             return None
+        low, high = high, min(2 * high, MOST_DEVICES)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)

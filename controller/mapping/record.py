@@ -16,6 +16,8 @@ from controller.role_groups.futures import resolved
 from controller.role_groups.group import RoleGroup, inputs_of
 from controller.role_groups.joint_calls import JointCalls
 from controller.role_groups.roles import group_type
+from controller.simulation.rows import PER_ROW, TEXTS
+from controller.simulation.run import input_form
 from controller.training.algorithm import Algorithm
 from controller.training.evaluation import Evaluation
 from controller.training.run import Run
@@ -25,13 +27,10 @@ from nccl_transfer.refs.columns import Jagged
 from rlhf.contract import group_methods
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.v1 import worker_pb2
-from settings.reward import RewardTable
 from settings.service import ServiceTable
 
 TOKENS = 2
 """Tokens of a placeholder response."""
-TEXTS = ("response", "reward_errors")
-PER_ROW = ("rewards", "chosen_scores", "rejected_scores", "pretrain_loss")
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +112,8 @@ class RecordedGroup(RoleGroup):
     """Role group that records its calls and returns placeholder columns. Combined with the group type of a role."""
 
     def __init__(self, name: str, table: ServiceTable, role: str, log: CallLog) -> None:
-        reads_tokens = isinstance(table, RewardTable) and table.kind == "model" and table.input == "tensor"
-        form = worker_pb2.INPUT_FORM_TENSOR if reads_tokens else worker_pb2.INPUT_FORM_TEXT
         self.name = name
-        self.description = worker_pb2.DescribeResponse(role=role, input_form=form)
+        self.description = worker_pb2.DescribeResponse(role=role, input_form=input_form(table))
         self._methods = group_methods(role)
         self._log = log
         # All that `sync_weights` reads of a group.

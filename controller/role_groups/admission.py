@@ -91,7 +91,7 @@ def differing_keys(table: ServiceTable, description: worker_pb2.DescribeResponse
         elif is_on_this_host and theirs.get(key) == ours.get(key):
             theirs[key], ours[key] = there, here
     return [
-        f"{key} is {_shown(there)} there and {_shown(here)} here"
+        f"{key} is {shown(there)} there and {shown(here)} here"
         for key, there, here in differences(theirs, ours)
         if key not in WHERE_IT_RUNS
     ]
@@ -121,7 +121,8 @@ def _located(value: Any, directory: str) -> Any:
     return str((Path(directory) / value).resolve()) if value else value
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Returns a setting as JSON for a message; `not set` for None."""
     return "not set" if value is None else json.dumps(value)
 
 

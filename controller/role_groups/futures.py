@@ -83,23 +83,21 @@ class Promise(Future[T]):
         self.set_running_or_notify_cancel()
 
 
-def promise() -> Promise[Any]:
-    """Returns a pending future for the caller to resolve; `Future.cancel` has no effect on it."""
-    return Promise()
-
-
 def lateness_of(futures: Iterable[Future[Any]]) -> int:
     """Returns the greatest lateness of a `Promise` among the futures and those that they were made from by `then` or
     `all_of`; 0 if there is none. Does not depend on which futures are resolved."""
     return max((future.lateness for future in futures if isinstance(future, Promise)), default=0)
 
 
-def pass_on(source: Future[T], target: Future[T]) -> None:
-    """Returns without waiting; `target` gets the result or the exception of `source`."""
+def pass_on(
+    source: Future[T], target: Future[Any], function: Callable[[T], Any] = lambda result: result
+) -> None:
+    """Returns without waiting; `target` gets `function(result)`, where `result` is that of `source`. An exception of
+    `source` or of `function` becomes that of `target`."""
 
     def settle(done: Future[T]) -> None:
         try:
-            target.set_result(done.result())
+            target.set_result(function(done.result()))
         except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
             target.set_exception(error)
 
@@ -148,14 +146,7 @@ def then(future: Future[T], function: Callable[[T], Any]) -> Future[Any]:
     """Returns a future of `function(result)`, where `result` is that of `future`; `function` is called on the thread
     that resolves `future`. An exception of `future` or of `function` becomes that of the returned future."""
     following: Promise[Any] = Promise(lateness_of([future]))
-
-    def apply(done: Future[T]) -> None:
-        try:
-            following.set_result(function(done.result()))
-        except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
-            following.set_exception(error)
-
-    future.add_done_callback(apply)
+    pass_on(future, following, function)
     return following
 
 

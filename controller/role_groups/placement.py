@@ -14,7 +14,7 @@ from typing import Any
 
 from client.session import StepContext
 from controller.role_groups.device_meter import DeviceMeter
-from controller.role_groups.futures import promise, resolve_after
+from controller.role_groups.futures import Promise, resolve_after
 from controller.role_groups.residency import NO_MOVES, OFFLOAD, ONLOAD, Residency
 
 LONGEST_WAIT_S = threading.TIMEOUT_MAX / 2
@@ -52,7 +52,7 @@ class Place:
         self._devices, self._meter, self._in_use = devices, meter, False
         # The ranks order calls of one queue themselves: the next may be sent as soon as this one has been.
         self.first = [each.sent if each.queue is queue else each.ended for each in before]
-        self.sent, self.ended = promise(), promise()
+        self.sent, self.ended = Promise(), Promise()
         self._all_before = [each.ended for each in before]
         self._has_left = False
 

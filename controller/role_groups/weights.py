@@ -74,14 +74,16 @@ async def _transfer(
     beside, started = bool(places.later), source.session.now()
     describes = [group.call_within("describe_weights", step, beside=beside) for group in others]
     described = await run_together([source.call_within("describe_weights", step), *describes])
+    state_ids = {response.outcome.state_id for response in described[0].responses}
+    held = state_ids.pop() if len(state_ids) == 1 else ""
     lacking = [
         (group, record)
         for group, record in zip(others, described[1:], strict=True)
-        if any(_lacks(response, described[0]) for response in record.responses)
+        if any(_lacks(response, held) for response in record.responses)
     ]
     if not lacking:
         return _summary(source, described[0], (started, source.session.now()), 0)
-    message = _message(source, described[0], lacking, bucket_bytes)
+    message = _message(source, described[0], held, lacking, bucket_bytes)
     state_id = described[0].responses[0].outcome.state_id
     loads = [
         group.call_within("load_weights", step, beside=beside, transfer=message, state_id=state_id)
@@ -104,6 +106,7 @@ async def _transfer(
 def _message(
     source: RoleGroup,
     described: CallRecord,
+    held: str,
     lacking: Sequence[tuple[RoleGroup, CallRecord]],
     bucket_bytes: int,
 ) -> weights_pb2.WeightTransfer:
@@ -111,11 +114,12 @@ def _message(
 
     Args:
         source, described: The source, and the record of its DescribeWeights.
+        held: As for `_lacks`.
         lacking: The receivers of which a rank lacks weights, with their records.
         bucket_bytes: As in the message.
     """
     receivers = [
-        _rank_weights(group, rank, response.slices if _lacks(response, described) else ())
+        _rank_weights(group, rank, response.slices if _lacks(response, held) else ())
         for group, record in lacking
         for rank, response in enumerate(record.responses)
     ]
@@ -134,10 +138,10 @@ def _rank_weights(group: RoleGroup, rank: int, slices: Any) -> weights_pb2.RankW
     return weights_pb2.RankWeights(endpoint=group.description.ranks[rank].endpoint, slices=slices)
 
 
-def _lacks(response: Any, described: CallRecord) -> bool:
-    """Returns whether a rank that has answered DescribeWeights has other weights than the source."""
-    state_ids = {each.outcome.state_id for each in described.responses}
-    return response.outcome.state_id not in state_ids - {""} or len(state_ids) > 1
+def _lacks(response: Any, held: str) -> bool:
+    """Returns whether a rank that has answered DescribeWeights has other weights than the source, whose ranks are all
+    in the state with the id `held`; empty where they are not in one, and every rank lacks weights."""
+    return not held or response.outcome.state_id != held
 
 
 def _summary(

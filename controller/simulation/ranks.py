@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from controller.simulation.durations import Durations
-from controller.simulation.rows import LengthShares, drawn_lengths, lengths_in, made_column, stored
+from controller.simulation.rows import Shares, drawn_lengths, lengths_in, made_column, stored
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.mesh import Mesh
@@ -60,7 +60,7 @@ class SimulatedService:
         endpoints: Sequence[Endpoint],
         mesh: Mesh,
         durations: Durations,
-        lengths: tuple[LengthShares, LengthShares],
+        lengths: tuple[Shares, Shares],
         work: RankWork,
     ) -> None:
         self.names, self.description, self.endpoints, self.mesh = names, description, endpoints, mesh

@@ -15,7 +15,7 @@ from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.refs.wire import from_proto, to_proto
 from rlhf.v1 import common_pb2
 
-LengthShares = Sequence[tuple[int, float]]
+Shares = Sequence[tuple[int, float]]
 """Distribution of lengths: numbers of tokens with their shares, which add up to 1."""
 TEXTS = ("response", "reward_errors")
 """Columns of texts, which are in the response itself."""
@@ -23,7 +23,7 @@ PER_ROW = ("rewards", "chosen_scores", "rejected_scores", "pretrain_loss")
 """Columns of one number per row."""
 
 
-def drawn_lengths(shares: LengthShares, numbers: np.ndarray, seed: tuple[int, ...]) -> np.ndarray:
+def drawn_lengths(shares: Shares, numbers: np.ndarray, seed: tuple[int, ...]) -> np.ndarray:
     """Returns a length for each row [rows] int64, drawn by seed and number of the row, whatever the other rows are.
 
     Args:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.loop import Loop
 from controller.simulation.clock import VirtualTimeLoop
-from controller.simulation.durations import Durations
+from controller.simulation.durations import Durations, TimedCall
 from controller.simulation.ranks import EPOCH, RankWork, SimulatedRank, SimulatedService
-from controller.simulation.rows import LengthShares, made_up_values
+from controller.simulation.rows import Shares, made_up_values
 from controller.training.algorithm import Algorithm
 from controller.training.evaluation import Evaluation
 from controller.training.run import Run
@@ -43,30 +43,19 @@ NOTHING = Evaluation(lambda batch: ({}, ()), lambda numbers: {})
 """Evaluation that measures nothing, in no time."""
 
 
-@dataclass(frozen=True)
-class SeenCall:
-    """A call of a simulated run. Times are in virtual seconds since the begin of the first step."""
-
-    step: int
-    service: str
-    method: str
-    start: float
-    end: float
-
-
 @dataclass
 class Trace:
     """A simulated run.
 
     Attributes:
-        calls: Its calls, in the order of their steps.
+        calls: Its calls, in the order of their steps; times are in virtual seconds since the begin of the first step.
         metrics: Metrics of each step, in order.
         straggling: Seconds between the mean rank's end and the last rank's, summed over the calls of each step.
         controller_s: CPU time of the controller in all steps, in seconds of this host.
         requests, nbytes: Number and bytes of requests to ranks.
     """
 
-    calls: list[SeenCall] = field(default_factory=list)
+    calls: list[TimedCall] = field(default_factory=list)
     metrics: list[Mapping[str, float]] = field(default_factory=list)
     straggling: dict[int, float] = field(default_factory=dict)
     controller_s: float = 0.0
@@ -89,7 +78,7 @@ class _Notes:
 
     def calls(self, step: int, records: Iterable[CallRecord]) -> None:
         for each in (sent for record in records for sent in record.sent):
-            self.trace.calls.append(SeenCall(step, each.service, each.method, each.started_s, each.ended_s))
+            self.trace.calls.append(TimedCall(each.started_s, each.ended_s, each.service, each.method, step))
 
     def samples(self, step: int, rows: object) -> None: ...
 
@@ -161,8 +150,8 @@ def simulate_run(
     config: Config,
     algorithm: Algorithm,
     durations: Durations,
-    prompts: LengthShares,
-    responses: LengthShares,
+    prompts: Shares,
+    responses: Shares,
     steps: int,
 ) -> Trace:
     """Executes a run on simulated ranks and returns its trace. The controller itself takes the pauses of `durations`
@@ -210,10 +199,7 @@ def simulate_run(
 
 
 def _completed(trace: Trace, work: RankWork, began_s: float) -> Trace:
-    trace.calls = [
-        SeenCall(each.step, each.service, each.method, each.start - began_s, each.end - began_s)
-        for each in trace.calls
-    ]
+    trace.calls = [replace(each, start=each.start - began_s, end=each.end - began_s) for each in trace.calls]
     trace.requests, trace.nbytes = work.requests, work.nbytes
     for step, ends in work.ends.values():
         late = max(ends) - sum(ends) / len(ends)
@@ -225,7 +211,7 @@ def _service(
     config: Config,
     name: str,
     durations: Durations,
-    lengths: tuple[LengthShares, LengthShares],
+    lengths: tuple[Shares, Shares],
     work: RankWork,
 ) -> SimulatedService:
     table = config.services[name]
@@ -243,7 +229,7 @@ def _service(
         ranks=[worker_pb2.RankInfo(endpoint=endpoint_to_proto(each)) for each in endpoints],
         mesh=mesh_to_proto(mesh),
         methods=[worker_pb2.MethodInfo(name=each) for each in sorted(methods)],
-        input_form=_input_form(table),
+        input_form=input_form(table),
         dispatches=True,
     )
     return SimulatedService([name, *second], description, endpoints, mesh, durations, lengths, work)
@@ -258,7 +244,8 @@ def _mesh(table: ServiceTable) -> Mesh:
     return Mesh(*parse(training), *generation)
 
 
-def _input_form(table: ServiceTable) -> Any:
+def input_form(table: ServiceTable) -> Any:
+    """Returns the InputForm that a service of a table takes its rows in."""
     reads_tokens = isinstance(table, RewardTable) and table.kind == "model" and table.input == "tensor"
     return worker_pb2.INPUT_FORM_TENSOR if reads_tokens else worker_pb2.INPUT_FORM_TEXT
 

@@ -15,7 +15,7 @@ import numpy as np
 from client.session import AFTER_UPDATES
 from controller.role_groups.chunks import ChunkedColumn
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.futures import Promise, on_thread, promise, results
+from controller.role_groups.futures import Promise, on_thread, results
 from controller.training.step import Step
 from nccl_transfer.refs.batch import Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
@@ -30,7 +30,7 @@ class Deferral:
     """Calls functions one at a time, in the order of submission, on its own thread."""
 
     def __init__(self) -> None:
-        self._next: Given = promise()
+        self._next: Given = Promise()
         self._error: BaseException | None = None
         self._last: Promise[Any] | None = None
         first = self._next
@@ -41,7 +41,7 @@ class Deferral:
         earlier functions have returned; if one of them raised an error, the future has that error instead."""
         result: Promise[Any] = Promise(AFTER_UPDATES)
         self._last = result
-        given, self._next = self._next, promise()
+        given, self._next = self._next, Promise()
         given.set_result((function, result, self._next))
         return result
 
@@ -52,7 +52,7 @@ class Deferral:
 
     def close(self) -> None:
         """Ends the thread after all submitted functions have returned. Does not wait."""
-        given, self._next = self._next, promise()
+        given, self._next = self._next, Promise()
         given.set_result(None)
 
     def _work(self, given: Given) -> None:

@@ -118,16 +118,13 @@ def row_scores(scored: FutureBatch) -> np.ndarray:
     a row that was not scored."""
     rewards = scored.result(["rewards"])["rewards"]
     assert isinstance(rewards, LocalColumn), "verdicts are in the response itself"
-    if isinstance(rewards.values, Jagged):
-        return np.asarray([row.sum() for row in _rows(rewards.values)])
-    return np.asarray(rewards.values)
+    values = rewards.values
+    if isinstance(values, Jagged):
+        return np.asarray([values.row(row).sum() for row in range(values.rows)])
+    return np.asarray(values)
 
 
 def mean_of_scored(scores: np.ndarray) -> float:
     """Returns the mean of the scores [rows] that are not NaN; NaN where all are."""
     found = scores[~np.isnan(scores)]
     return float(np.mean(found)) if len(found) else float("nan")
-
-
-def _rows(values: Jagged[np.ndarray]) -> list[np.ndarray]:
-    return np.split(values.values, np.cumsum(values.lengths)[:-1]) if values.rows else []

@@ -19,7 +19,7 @@ from unittest.mock import patch
 from client import waiting
 from client.session import AFTER_UPDATES, Session, StepContext
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.futures import all_of, lateness_of, pass_on, promise, resolve_after, results, then
+from controller.role_groups.futures import Promise, all_of, lateness_of, pass_on, resolve_after, results, then
 from controller.role_groups.group import GENERATES, _begun
 from controller.role_groups.placement import Place, Placement
 from controller.training import loop
@@ -243,7 +243,7 @@ class PacedRun:
         ready = all_of(list(inputs))
 
         def begin() -> Future[Any]:
-            place, result = self.placement.enter(service.devices, service, 1.0), promise()
+            place, result = self.placement.enter(service.devices, service, 1.0), Promise()
             self._begun_calls += 1
             fails = self._begun_calls == self.schedule.fails
 
@@ -251,7 +251,7 @@ class PacedRun:
                 if error := done.exception():
                     self._end(place, result, error)
                     return
-                turn = promise()
+                turn = Promise()
                 turn.add_done_callback(lambda _: self._send(service, place, execute))
                 resolve_after(place.first, turn)
 
@@ -309,7 +309,7 @@ class PacedRun:
         def note() -> None:
             self.evaluated[context.number] = self.generator.version
 
-        done, is_on_thread = promise(), self._is_on_thread
+        done, is_on_thread = Promise(), self._is_on_thread
         step = self.session.step_of(context)
 
         def begin() -> None:

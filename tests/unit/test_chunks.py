@@ -20,7 +20,7 @@ from controller.config.config import load
 from controller.role_groups.chunked_call import batch_of, is_row_wise
 from controller.role_groups.chunks import ChunkedColumn, chunk_sizes
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.futures import Promise, promise, resolved
+from controller.role_groups.futures import Promise, resolved
 from controller.role_groups.group import CallingGroup
 from controller.role_groups.verdicts import RewardCodec
 from controller.training.deferral import future_columns
@@ -87,8 +87,8 @@ def test_random_groups_are_never_divided() -> None:
 
 def chunked() -> tuple[FutureBatch, list[Promise[Any]]]:
     """A batch with column x of 5 rows in chunks of 2 and 3 rows that are not there yet, and the futures of these."""
-    chunks = [promise(), promise()]
-    whole: Promise[Any] = promise()
+    chunks = [Promise(), Promise()]
+    whole: Promise[Any] = Promise()
     return FutureBatch(5, {"x": ChunkedColumn(whole, chunks, [2, 3])}) | FutureBatch.of(
         y=np.arange(5)
     ), chunks

@@ -16,7 +16,7 @@ import pytest
 
 from client.session import StepContext
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.futures import all_of, awaited, promise, resolve_after, resolved, then
+from controller.role_groups.futures import Promise, all_of, awaited, resolve_after, resolved, then
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Place, Placement
 from nccl_transfer.refs.batch import Column, LocalColumn
@@ -253,8 +253,8 @@ def test_all_results_come_in_order_once_the_last_is_there() -> None:
 
 @pytest.mark.timeout(20)
 def test_tens_of_thousands_of_results_take_no_time_that_grows_with_their_square() -> None:
-    futures = [promise() for _ in range(20_000)]
-    together, ended = all_of(futures), promise()
+    futures = [Promise() for _ in range(20_000)]
+    together, ended = all_of(futures), Promise()
     resolve_after(futures, ended)
     for number, future in enumerate(futures):
         future.set_result(number)
@@ -287,7 +287,7 @@ def test_futures_of_several_leave_nothing_to_the_garbage_collector() -> None:
     with uncollected():
         for _ in range(100):
             futures: list[Future[int]] = [Future() for _ in range(3)]
-            together, ended = all_of(futures), promise()
+            together, ended = all_of(futures), Promise()
             resolve_after(futures, ended)
             for future in futures:
                 future.set_result(1)

@@ -21,7 +21,7 @@ from controller.role_groups import loop as loop_module
 from controller.role_groups.admission import differing_keys, wait_until_free, with_chosen
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.futures import promise
+from controller.role_groups.futures import Promise
 from nccl_transfer.transports import host_id
 from rlhf.errors import DeadlineExceeded, InvalidRequest, Refused
 from rlhf.v1 import common_pb2, worker_pb2
@@ -269,7 +269,7 @@ def test_a_number_begins_once() -> None:
 
 def test_a_step_waits_for_its_calls_and_not_for_those_of_others() -> None:
     first, second = StepContext(1), StepContext(2)
-    mine, other = promise(), promise()
+    mine, other = Promise(), Promise()
     first.made(mine)
     second.made(other)
     mine.set_exception(InvalidRequest("it failed, and whoever wants its rows is told"))
@@ -279,7 +279,7 @@ def test_a_step_waits_for_its_calls_and_not_for_those_of_others() -> None:
 
 def test_a_step_whose_call_does_not_end_is_an_error_that_names_it() -> None:
     step = StepContext(7)
-    step.made(promise())
+    step.made(Promise())
     with pytest.raises(DeadlineExceeded, match=r"step 7: 1 calls are under way after 0\.01 s"):
         step.wait(timeout_s=0.01)
 

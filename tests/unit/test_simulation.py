@@ -21,11 +21,11 @@ from controller.algorithms import find_algorithm
 from controller.config.config import Config, load
 from controller.mapping.cli import main
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.futures import on_thread, promise
+from controller.role_groups.futures import Promise, on_thread
 from controller.role_groups.loop import Loop
 from controller.simulation.clock import VirtualTimeLoop
-from controller.simulation.durations import CallTimes, Durations, measured
-from controller.simulation.run import SeenCall, SimulatedRun, Trace, simulate_run
+from controller.simulation.durations import CallTimes, Durations, TimedCall, measured
+from controller.simulation.run import SimulatedRun, Trace, simulate_run
 from controller.tracking.timeline import Timeline
 from controller.training.evaluation import Evaluation, Measured
 from controller.training.loop import StepLoop
@@ -62,7 +62,7 @@ def calls(trace: Trace, step: int) -> dict[str, tuple[float, float]]:
     return {f"{c.service}.{c.method}": (c.start, c.end) for c in trace.calls if c.step == step}
 
 
-def seen(trace: Trace) -> tuple[list[SeenCall], list[Mapping[str, float]], dict[int, float], int, int]:
+def seen(trace: Trace) -> tuple[list[TimedCall], list[Mapping[str, float]], dict[int, float], int, int]:
     return trace.calls, trace.metrics, trace.straggling, trace.requests, trace.nbytes
 
 
@@ -186,7 +186,7 @@ def test_it_repeats_the_step_times_of_a_measured_run(tmp_path: Path) -> None:
     assert min(known) * 0.7 < again.metrics[3]["time/step_s"] < max(known) * 1.3
 
 
-def written(directory: Path, spans: Iterable[SeenCall]) -> Path:
+def written(directory: Path, spans: Iterable[TimedCall]) -> Path:
     timeline = Timeline(directory, 0.0)
     for call in spans:
         timeline.add(("controller", call.service), call.method, call.start, call.end, {"step": call.step})
@@ -201,17 +201,17 @@ def test_calls_begin_and_end_as_in_the_timeline_of_a_run(tmp_path: Path) -> None
     for step in (1, 2, 3):
         generated = at + 0.5 + 4.0 * step
         scored = [
-            SeenCall(step, "actor", "compute_log_prob", generated + 0.1, generated + 1.1),
-            SeenCall(step, "critic", "compute_values", generated + 0.2, generated + 2.2),
-            SeenCall(step, "reference", "compute_ref_log_prob", generated + 0.3, generated + 1.8),
-            SeenCall(step, "reward", "compute_reward", generated + 0.4, generated + 3.4),
+            TimedCall(generated + 0.1, generated + 1.1, "actor", "compute_log_prob", step),
+            TimedCall(generated + 0.2, generated + 2.2, "critic", "compute_values", step),
+            TimedCall(generated + 0.3, generated + 1.8, "reference", "compute_ref_log_prob", step),
+            TimedCall(generated + 0.4, generated + 3.4, "reward", "compute_reward", step),
         ]
         begin = generated + 3.4 + 0.2
         recorded += [
-            SeenCall(step, "actor", "generate_sequences", at + (0.5 if at else 0.0), generated),
+            TimedCall(at + (0.5 if at else 0.0), generated, "actor", "generate_sequences", step),
             *scored,
-            SeenCall(step, "critic", "update_critic", begin, begin + 5.0),
-            SeenCall(step, "actor", "update_actor", begin + 0.1, begin + 7.1),
+            TimedCall(begin, begin + 5.0, "critic", "update_critic", step),
+            TimedCall(begin + 0.1, begin + 7.1, "actor", "update_actor", step),
         ]
         at = begin + 7.1
     durations = measured(written(tmp_path, recorded), list(configured("ppo").services))
@@ -238,7 +238,7 @@ def test_a_thread_that_nothing_will_wake_is_told_so() -> None:
     with counting() as threads:
         loop = Loop(VirtualTimeLoop(threads))
         with pytest.raises(DeadlineExceeded, match="stuck"):
-            settle([promise()])
+            settle([Promise()])
     loop.close()
 
 
@@ -277,7 +277,7 @@ def test_a_thread_that_executes_for_ever_ends_the_simulation(monkeypatch: pytest
         threads.begin()  # stands for a thread that never waits
         loop = Loop(VirtualTimeLoop(threads))
         with pytest.raises(DeadlineExceeded, match=r"stuck: a thread has executed for 0.05 s without a wait"):
-            settle([promise()])
+            settle([Promise()])
         loop.close()
 
 

@@ -14,7 +14,7 @@ from client.session import StepContext
 from controller.advantage import kl_controller
 from controller.algorithms.ppo import compute_advantage
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.futures import all_of, promise, resolved, results, then
+from controller.role_groups.futures import Promise, all_of, resolved, results, then
 from controller.training.run import Run
 from controller.training.step import Step
 from rlhf.errors import CallCancelled, DeadlineExceeded, RlhfError, UpdateRejected
@@ -115,7 +115,7 @@ def test_a_call_that_was_cancelled_is_no_error(tmp_path: Path) -> None:
 
 class TestStep:
     def test_it_raises_the_error_of_the_call_that_was_made_first_and_once(self) -> None:
-        step, calls = StepContext(7), [promise() for _ in range(3)]
+        step, calls = StepContext(7), [Promise() for _ in range(3)]
         for number, call in enumerate(calls):
             step.made(call, f"critic.call_{number}")
         calls[2].set_exception(UpdateRejected("last"))
@@ -127,7 +127,7 @@ class TestStep:
         step.raise_unread()
 
     def test_calls_that_fail_later_are_raised_later(self) -> None:
-        step, call = StepContext(7), promise()
+        step, call = StepContext(7), Promise()
         step.made(call, "critic.update_critic")
         step.raise_unread()
         call.set_exception(UpdateRejected("late"))
@@ -135,13 +135,13 @@ class TestStep:
             step.raise_unread()
 
     def test_errors_of_calls_with_columns_are_raised_where_these_are_read(self) -> None:
-        step, call = StepContext(7), promise()
+        step, call = StepContext(7), Promise()
         step.made(call)
         call.set_exception(UpdateRejected("of columns"))
         step.raise_unread()
 
     def test_a_call_that_fails_by_an_input_has_been_read_with_it(self) -> None:
-        step, rows = StepContext(7), promise()
+        step, rows = StepContext(7), Promise()
         update = then(all_of([resolved(0), rows]), lambda inputs: inputs)
         step.made(update, "critic.update_critic")
         rows.set_exception(UpdateRejected("the rows"))
@@ -150,7 +150,7 @@ class TestStep:
         step.raise_unread()
 
     def test_all_that_a_wait_asked_for_is_read_where_it_raises_an_error(self) -> None:
-        step, calls = StepContext(7), [promise(), promise()]
+        step, calls = StepContext(7), [Promise(), Promise()]
         for call in calls:
             step.made(call, "critic.update_critic")
         calls[1].set_exception(UpdateRejected("one"))
@@ -160,7 +160,7 @@ class TestStep:
         step.raise_unread()
 
     def test_a_wait_that_ends_too_early_has_read_nothing(self) -> None:
-        step, call = StepContext(7), promise()
+        step, call = StepContext(7), Promise()
         step.made(call, "critic.update_critic")
         with pytest.raises(DeadlineExceeded):
             results([call], 0.01)
