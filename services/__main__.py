@@ -8,7 +8,7 @@ serve_from_one_thread()
 import click  # noqa: E402
 
 from rlhf.errors import ConfigError  # noqa: E402 - imports gRPC
-from rlhf.roles import role_names  # noqa: E402 - imports gRPC
+from rlhf.roles import find_role, role_names  # noqa: E402 - imports gRPC
 from services.runtime.main import command  # noqa: E402 - imports gRPC
 
 
@@ -21,7 +21,7 @@ class Roles(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         try:
-            return command(cmd_name)
+            return command(find_role(cmd_name))
         except ConfigError as error:
             ctx.fail(f"role: {error}")
 

@@ -24,8 +24,8 @@ class RoleSpec:
         service: gRPC service of the role, as "module:Service" with the module that protoc generated from its proto.
         table: Type of `[services.NAME]` for this role, a subclass of `settings.service.ServiceTable`. Its module
             imports no torch.
-        worker: Function that takes such a table and returns the worker class, a subclass of
-            `services.runtime.worker.Worker`. Called when the configuration has been checked, so it may import torch.
+        worker: Worker class, a subclass of `services.runtime.worker.Worker`, or a function that takes such a table and
+            returns the class. Imported when the configuration has been checked, so it may import torch.
         group: Role group, a subclass of `controller.role_groups.group.RoleGroup`. Its module imports no torch.
         load_tested: Names of the methods that leave the service unchanged for a run that follows, and that
             rlhf-loadtest may therefore call.
@@ -61,7 +61,7 @@ BUILT_IN: Mapping[str, RoleSpec] = {
             "critic",
             "rlhf.v1.critic_pb2:CriticService",
             "settings.critic:CriticTable",
-            "services.critic.role:worker_class",
+            "services.critic.worker:CriticWorker",
             "controller.role_groups.roles:CriticGroup",
             load_tested=("ComputeValues",),
             # values and returns.
@@ -71,7 +71,7 @@ BUILT_IN: Mapping[str, RoleSpec] = {
             "reference",
             "rlhf.v1.reference_pb2:ReferenceService",
             "settings.reference:ReferenceTable",
-            "services.reference.role:worker_class",
+            "services.reference.worker:ReferenceWorker",
             "controller.role_groups.roles:ReferenceGroup",
             load_tested=("ComputeRefLogProb",),
             # ref_log_probs.
@@ -89,7 +89,7 @@ BUILT_IN: Mapping[str, RoleSpec] = {
             "rollout",
             "rlhf.v1.rollout_pb2:RolloutService",
             "settings.rollout:RolloutServiceTable",
-            "services.rollout_service.role:worker_class",
+            "services.rollout_service.worker:RolloutWorker",
             "controller.role_groups.roles:RolloutGroup",
             prompt_token_bytes=ID_BYTES,
             # response_ids and rollout_log_probs.
@@ -99,7 +99,7 @@ BUILT_IN: Mapping[str, RoleSpec] = {
             "values",
             "rlhf.v1.values_pb2:ValuesService",
             "settings.values:ValuesTable",
-            "services.values.role:worker_class",
+            "services.values.worker:ValuesWorker",
             "controller.role_groups.roles:ValuesGroup",
             # values.
             response_token_bytes=FLOAT_BYTES,

@@ -11,10 +11,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType
-from typing import Any
 
 import click
 import uvloop
@@ -22,9 +20,9 @@ import uvloop
 from nccl_transfer.refs.mesh import Mesh
 from rlhf import addresses, security
 from rlhf.errors import ConfigError, RlhfError
-from rlhf.plugins import load_object
+from rlhf.plugins import PluginError, load_object
 from rlhf.rendezvous import VARIABLE
-from rlhf.roles import find_role
+from rlhf.roles import RoleSpec, find_role
 from services.runtime import gpus
 from services.runtime.file_limit import raise_file_limit
 from services.runtime.hosts import host_addresses, network_interfaces
@@ -53,29 +51,14 @@ KEPT_BYTES = 512 << 20
 """Most freed memory that a rank on a CPU keeps for its next call."""
 
 
-WorkerChoice = Callable[[Any], type[Worker]]
-"""Function that returns the worker class for a table of a role."""
-
-
-def run(role: str, worker_class: WorkerChoice | None = None) -> None:
-    """Parses the command line of this process and serves one rank of a role until SIGTERM or SIGINT. Never returns:
-    the process exits with status 0, or with 2 on a fatal error. Arguments, and PluginError, as for `command`."""
-    command(role, worker_class)()
-
-
-def command(role: str, worker_class: WorkerChoice | None = None) -> click.Command:
-    """Returns the click command that serves one rank of a role and then ends the process (see `run`).
+def command(spec: RoleSpec) -> click.Command:
+    """Returns the click command that serves one rank of a role until SIGTERM or SIGINT. It never returns: the process
+    exits with status 0, or with 2 on a fatal error.
 
     Args:
-        role: Role that the service must have, as `rlhf.roles.find_role` takes it.
-        worker_class: Returns the worker class for a table of the role. Called after the configuration has been
-            checked, and imports the worker only then, because importing torch takes seconds. Default: that of the
-            role.
-
-    Raises:
-        PluginError: There is no such role.
+        spec: Role that the service must have. Its worker is imported after the configuration has been checked, because
+            importing torch takes seconds.
     """
-    spec = find_role(role)
 
     @click.command(
         help=f"Serves one rank of the {spec.name} role. rlhf-deploy starts all of a service's ranks, and so does "
@@ -107,9 +90,8 @@ def command(role: str, worker_class: WorkerChoice | None = None) -> click.Comman
             security.adopt(load_security(config, settings))
             local = _with_local_model(table, name)
             _check(local, spec.name, name)
-            choose = worker_class or load_object(spec.worker, FunctionType)
             roots, losses = output_roots(config, table, settings), named_losses(config, settings)
-            _serve(local, name, choose, roots, losses, given=table)
+            _serve(local, name, spec.worker, roots, losses, given=table)
         except (RlhfError, OSError) as error:
             print(f"fatal: {name}: {error}".replace("\n", " "), file=sys.stderr, flush=True)
             os._exit(2)
@@ -192,7 +174,7 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
 def _serve(
     table: ServiceTable,
     name: str,
-    worker_class: WorkerChoice,
+    worker: str,
     roots: tuple[Path, ...],
     losses: frozenset[str],
     given: ServiceTable | None = None,
@@ -202,7 +184,7 @@ def _serve(
     Args:
         table, name: The service's table and its name in the configuration.
         given: The table as the configuration has it, which the controller compares with its own. Default: `table`.
-        worker_class: Returns the worker class for the table.
+        worker: As `RoleSpec.worker`.
         roots, losses: `Worker.output_roots` and `Worker.losses`.
 
     Raises:
@@ -216,30 +198,47 @@ def _serve(
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(table.threads)
     os.environ.update(network_interfaces(host_addresses(table), os.environ))
     gpus.prepare(name, table, os.environ)
-    try:
-        with _without_collection():
-            chosen = worker_class(table)
-            chosen.import_engines(table)
-    except ImportError as error:
-        raise ConfigError(f"{error}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
+    with _without_collection():
+        chosen = _worker_class(worker, table)
     if chosen.uses_torch(table):
         gpus.check_ranks(name, table.device, os.environ)
     elif table.device == "cuda":
         raise ConfigError(f"services.{name}.device is cuda, and this service has no model to compute there")
     ranks = Ranks.join(needs_torch=chosen.uses_torch(table), model_mesh=_model_mesh(table))
-    worker = chosen(table, ranks)
-    worker.service, worker.output_roots, worker.losses = name, roots, losses
-    worker.config_table = given or worker.config_table
+    serving = chosen(table, ranks)
+    serving.service, serving.output_roots, serving.losses = name, roots, losses
+    serving.config_table = given or serving.config_table
     torch = sys.modules.get("torch")
     if torch and not torch.cuda.is_available():
         keep_freed_memory()
-    uvloop.run(_run(worker, name))
+    uvloop.run(_run(serving, name))
     ranks.leave()
     logging.info("left")
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of gRPC and torch may still wind down; the rank has nothing left to do.
     os._exit(0)
+
+
+def _worker_class(worker: str, table: ServiceTable) -> type[Worker]:
+    """Imports and returns the worker class for a table, and imports the engines that it uses.
+
+    Args:
+        worker: As `RoleSpec.worker`.
+
+    Raises:
+        ConfigError: A package is missing, or `worker` names no worker class.
+    """
+    try:
+        found = load_object(worker, object)
+        chosen = found if isinstance(found, type) else found(table)  # type: ignore[operator]
+        chosen.import_engines(table)
+    except (ImportError, PluginError) as error:
+        missing = error if isinstance(error, ImportError) else error.__cause__
+        if not isinstance(missing, ImportError):
+            raise
+        raise ConfigError(f"{missing}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
+    return chosen
 
 
 @contextlib.contextmanager

@@ -161,9 +161,9 @@ class Site:
     def torchrun(self, service: str, *arguments: str) -> Program:
         """Starts a service by hand, as the README does."""
         table = self.config["services"][service]
-        ranks, module = f"--nproc-per-node={table.get('ranks', 1)}", f"services.{table['role']}"
-        named = ("--config", "chaos.toml", "--name", service)
-        return self.start("torchrun", "--rdzv-backend=rlhf", ranks, "-m", module, *named, *arguments)
+        ranks = f"--nproc-per-node={table.get('ranks', 1)}"
+        named = (table["role"], "--config", "chaos.toml", "--name", service)
+        return self.start("torchrun", "--rdzv-backend=rlhf", ranks, "-m", "services", *named, *arguments)
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """Living processes started here that have these words on their command line."""

@@ -11,15 +11,17 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rlhf.roles import find_role
 from services.actor.worker import ActorWorker
 from services.critic.worker import CriticWorker
 from services.reference.worker import ReferenceWorker
 from services.reward.model import LearningRewardWorker
-from services.runtime.main import run
+from services.runtime.main import command
 from services.runtime.worker import CallResult, Worker
 
 FAULTS = "CHAOS_FAULTS"
@@ -92,14 +94,6 @@ class FailingReward(Failing, LearningRewardWorker):
     """The reward model."""
 
 
-FAILING = {
-    "actor": FailingActor,
-    "critic": FailingCritic,
-    "reference": FailingReference,
-    "reward": FailingReward,
-}
-
-
 def serve(
     role: str,
     rank: int,
@@ -124,4 +118,6 @@ def serve(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CHAOS_FAULTS=str(faults),
     )  # fmt: skip
     sys.argv = [role, "--config", str(config)]
-    run(role, (lambda table: FAILING[role]) if can_fail else None)
+    spec = find_role(role)
+    failing = replace(spec, worker=f"{__name__}:Failing{role.capitalize()}")
+    command(failing if can_fail else spec)()

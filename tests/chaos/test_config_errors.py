@@ -224,7 +224,7 @@ def test_torchrun_leaves_no_empty_directories_where_ranks_end_early(site: Site) 
 
 @pytest.mark.parametrize(("backend", "warnings"), [("--standalone", 1), ("--rdzv-backend=rlhf", 0)])
 def test_rank_0_warns_of_a_store_that_anybody_can_write_to(site: Site, backend: str, warnings: int) -> None:
-    service = ("services.actor", "--config", "chaos.toml", "--set", "services.actor.model=no")
+    service = ("services", "actor", "--config", "chaos.toml", "--set", "services.actor.model=no")
     # Of several ranks, torchrun may kill rank 0 for a peer that ended before it said anything.
     ended = site.start("torchrun", backend, "--nproc-per-node=1", "-m", *service).end(TIMEOUT_S)
     assert ended.err.count("the store of this torchrun listens on every interface") == warnings

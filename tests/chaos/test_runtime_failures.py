@@ -350,7 +350,7 @@ def test_a_killed_rank_is_named_with_its_method_and_its_service_ends(client: Sit
         f"error: actor rank 1 ({rank.endpoint.address}) GenerateSequences: cannot be reached or died: "
     )
     assert cluster.torchruns["actor"].end(ENDS_WITHIN_S).code == 1
-    assert not cluster.site.processes("services.actor")
+    assert not cluster.site.processes("services", "actor")
 
 
 def test_a_killed_torchrun_takes_its_ranks_along(client: Site, cluster: Services) -> None:
@@ -367,7 +367,7 @@ def test_a_killed_torchrun_takes_its_ranks_along(client: Site, cluster: Services
             f"error: reference rank 0 at {address}: cannot be reached or died: ",
         )
     )
-    wait_until(lambda: not cluster.site.processes("services.reference"), ENDS_WITHIN_S)
+    wait_until(lambda: not cluster.site.processes("services", "reference"), ENDS_WITHIN_S)
 
 
 @pytest.mark.parametrize(

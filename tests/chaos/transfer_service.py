@@ -6,12 +6,14 @@ Started as `transfer_service.py ROLE --config CONFIG --name NAME`, by torchrun o
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from nccl_transfer.refs.columns import Jagged
-from services.runtime.main import run
+from rlhf.roles import find_role
+from services.runtime.main import command
 from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
 
 
@@ -50,5 +52,4 @@ class Reader(Worker):
 
 
 if __name__ == "__main__":
-    worker = {"Maker": Maker, "Reader": Reader}[sys.argv.pop(1)]
-    run("reference", lambda table: worker)
+    command(replace(find_role("reference"), worker=f"__main__:{sys.argv.pop(1)}"))()

@@ -24,6 +24,7 @@ from deploy.health import Probe  # noqa: E402
 from deploy.launch import environment  # noqa: E402
 from integration.ranks import import_uncollected  # noqa: E402
 from rlhf.rendezvous import LocalRendezvous, rank_environment  # noqa: E402
+from rlhf.roles import find_role  # noqa: E402
 from rlhf.security import adopt  # noqa: E402
 from services.runtime import main  # noqa: E402
 from settings.security import load_security  # noqa: E402
@@ -83,7 +84,7 @@ def fork_rank(table: ServiceTable, variables: dict[str, str], arguments: list[st
         # Served without torch, by an interpreter that has not imported it.
         os.execv(sys.executable, [sys.executable, "-m", "services", table.role, *arguments])
     sys.argv = ["services", *arguments]
-    main.run(table.role)
+    main.command(find_role(table.role))()
     raise AssertionError("a rank ends its process itself")
 
 

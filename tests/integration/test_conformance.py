@@ -55,7 +55,7 @@ def python_reward(directory: Path, function: str) -> Iterator[str]:
     )
     processes = Processes()
     with (directory / "reward.log").open("w") as log:
-        processes.start("python", "-m", "services.reward", "--config", str(config), stdout=log, stderr=log)
+        processes.start("python", "-m", "services", "reward", "--config", str(config), stdout=log, stderr=log)
     address = f"127.0.0.1:{port}"
     try:
         wait_until(lambda: is_listening(address), TIMEOUT_S, "the reward")

@@ -43,7 +43,7 @@ def actor(request: pytest.FixtureRequest, task: Task, tmp_path: Path) -> Iterato
     config = tmp_path / "config.toml"
     config.write_text(CONFIG.format(address=address, model=task.model, engine=ENGINES[request.param]))
     processes = Processes()
-    command = ("torchrun", "--rdzv-backend=rlhf", "--nproc-per-node", "2", "-m", "services.actor")
+    command = ("torchrun", "--rdzv-backend=rlhf", "--nproc-per-node", "2", "-m", "services", "actor")
     log = (tmp_path / "log").open("w")
     processes.start(*command, "--config", str(config), stdout=log, stderr=subprocess.STDOUT)
     try:

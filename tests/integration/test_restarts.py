@@ -31,7 +31,7 @@ def supervised(config: Config, directory: Path) -> Iterator[None]:
 
     def keep(name: str) -> None:
         role, ranks = config.services[name].role, str(config.services[name].ranks)
-        command = ["torchrun", "--rdzv-backend", "rlhf", "--nproc-per-node", ranks, "-m", f"services.{role}"]
+        command = ["torchrun", "--rdzv-backend", "rlhf", "--nproc-per-node", ranks, "-m", "services", role]
         while not ended.is_set():
             process = processes.start(*command, "--config", str(path), "--name", name)
             process.communicate()

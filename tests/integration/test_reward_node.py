@@ -74,7 +74,7 @@ def test_a_run_with_the_node_reward_differs_by_one_address_and_in_no_number(
         (tmp_path / "reward.log").open("w") as log,
         node_reward.serving(reward_node, "exact_match") as address,
     ):
-        processes.start("python", "-m", "services.reward", "--config", str(path), stdout=log, stderr=log)
+        processes.start("python", "-m", "services", "reward", "--config", str(path), stdout=log, stderr=log)
         try:
             ours, our_config = ran(cluster, config, reward.address)
         finally:

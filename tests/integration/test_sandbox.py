@@ -425,7 +425,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     try:
         with (directory / "log").open("w") as log:
             launched = processes.start(
-                "python", "-m", "services.reward", "--config", str(config), stdout=log, stderr=log
+                "python", "-m", "services", "reward", "--config", str(config), stdout=log, stderr=log
             )
         address = f"127.0.0.1:{port}"
         wait_until(

@@ -51,7 +51,7 @@ def test_a_run_with_the_sandbox_differs_by_kind_and_address_and_in_no_number(
     with (tmp_path / "rewards.log").open("w") as log:
         try:
             for name, table in rewards.items():
-                command = ("python", "-m", "services.reward", "--config", str(path), "--name", name)
+                command = ("python", "-m", "services", "reward", "--config", str(path), "--name", name)
                 processes.start(*command, stdout=log, stderr=log)
                 wait_until(lambda address=table.address: is_listening(address), 60, f"{name}")
             exact, exact_config = ran(cluster, config, rewards["reward"].address)

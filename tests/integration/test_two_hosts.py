@@ -159,7 +159,7 @@ def apart(hosts: TwoHosts, config: Config, tmp_path: Path) -> Config:
 
 
 def torchrun(role: str, path: Path, *flags: str) -> tuple[str, ...]:
-    return ("torchrun", *flags, "-m", f"services.{role}", "--config", str(path))
+    return ("torchrun", *flags, "-m", "services", role, "--config", str(path))
 
 
 def on_one(role: str, config: Config, path: Path) -> tuple[str, ...]:

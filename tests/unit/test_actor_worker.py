@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ from transformers import Qwen2Config
 
 from nccl_transfer.rows import FetchedRows
 from rlhf.errors import Refused
+from rlhf.roles import find_role
 from rlhf.v1 import actor_pb2, common_pb2
-from services.actor.role import worker_class
 from services.actor.worker import ActorWorker
 from services.engines.sharded import ShardedEngine
 from services.runtime import main
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, CallRows, Worker
+from services.runtime.worker import CallContext, CallRows
 from settings.actor import ActorTable
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -111,15 +110,15 @@ def test_an_actor_without_a_tokenizer_is_the_service_that_is_named(
     config = tmp_path / "services.toml"
     config.write_text(f'[services.actor]\nrole = "actor"\naddress = "{address}"\nmodel = "{tmp_path}"\n')
 
-    def load(table: ActorTable, name: str, chosen: Callable[[Any], type[Worker]], *_: Any, **__: Any) -> None:
-        chosen(table)(table, Ranks(0, 1, 0))
+    def load(table: ActorTable, name: str, worker: str, *_: Any, **__: Any) -> None:
+        main._worker_class(worker, table)(table, Ranks(0, 1, 0))
 
     monkeypatch.setattr(main, "_serve", load)
     monkeypatch.setattr(main, "_die_with_launcher", lambda: None)
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(sys, "argv", ["actor", "--config", str(config)])
     with pytest.raises(SystemExit) as ended:
-        main.run("actor", worker_class)
+        main.command(find_role("actor"))()
     assert ended.value.code == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fatal: ")]
     assert line == f"fatal: actor: model: {tmp_path} has no files of a tokenizer, such as tokenizer.json"

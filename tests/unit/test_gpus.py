@@ -64,7 +64,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
     def started(table: ServiceTable, worker: type[Worker] = OnTorch) -> str | None:
         seen: list[str | None] = []
 
-        def choose(_: Any) -> type[Worker]:
+        def choose(*_: Any) -> type[Worker]:
             seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
             return worker
 
@@ -73,8 +73,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
 
         monkeypatch.setattr(main.Ranks, "join", join)
         monkeypatch.setattr(main, "_without_collection", nullcontext)
+        monkeypatch.setattr(main, "_worker_class", choose)
         with suppress(Stopped):
-            main._serve(table, "critic", choose, (), frozenset())
+            main._serve(table, "critic", "chosen by the test", (), frozenset())
         return seen[0]
 
     return started

@@ -70,3 +70,5 @@ def test_the_curve_ends_at_the_longest_and_never_falls() -> None:
     assert len(curve) <= 110
     assert [share for share, _ in curve] == sorted((share for share, _ in curve), reverse=True)
     assert curve[-1] == (0, histogram.summary()["max"])
+    few = filled([0.001, 0.002, 0.003]).curve()
+    assert len(few) == len(set(few)) == 3

@@ -6,7 +6,7 @@ novelty = RoleSpec(
     name="novelty",
     service="rlhf_example.novelty.novelty_pb2:NoveltyService",
     table="rlhf_example.novelty.table:NoveltyTable",
-    worker="rlhf_example.novelty.worker:worker_class",
+    worker="rlhf_example.novelty.worker:NoveltyWorker",
     group="rlhf_example.novelty.group:NoveltyGroup",
     load_tested=("ComputeNovelty",),
 )

@@ -17,11 +17,6 @@ BITS = 16
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
-def worker_class(table: NoveltyTable) -> type[Worker]:
-    """Returns the worker class for a table. A worker that needs torch at import is imported here, not above."""
-    return NoveltyWorker
-
-
 def places(response: np.ndarray, ngram: int) -> np.ndarray:
     """Returns the place in the table of each n-gram of a response; of a shorter response, that of the whole."""
     size = min(ngram, len(response))
