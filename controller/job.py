@@ -20,6 +20,7 @@ from controller.tracking.progress import Progress
 from controller.training.algorithm import Algorithm, UnreadOptions
 from controller.training.run import Run
 from rlhf.errors import RlhfError
+from rlhf.file_limit import raise_file_limit
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,10 @@ def _executed(
 ) -> FinishedRun:
     """Executes a plan and returns its run when it has ended. Where the run loses a service, resumes it up to
     `checkpoint.restarts` times; see `Restarts`. The arguments are those of `run` and `resume`."""
+    if owns_process:
+        raise_file_limit()
     progress, restarts = Progress(), Restarts(plan.config.checkpoint.restarts, launches=launch)
-    run_dir: Path | None = None
+    run_dir, was_opened = plan.resumes.run_dir if plan.resumes else None, False
     while True:
         try:
             with open_planned(
@@ -142,18 +145,22 @@ def _executed(
                 take_over=take_over,
                 termination=termination,
             ) as opened:
-                run_dir = opened.directory
+                run_dir, was_opened = opened.directory, True
                 if owns_process:
                     spare_garbage_collector()
-                plan.algorithm(opened)
-                return FinishedRun(run_dir, opened.finish(plan.algorithm.trains))
+                try:
+                    plan.algorithm(opened)
+                    return FinishedRun(run_dir, opened.finish(plan.algorithm.trains))
+                finally:
+                    # No step follows whose checkpoint SIGTERM could ask for.
+                    termination.grace_s = 0.0
         except RlhfError as error:
             if run_dir is None or termination.is_requested:
                 raise
-            termination.grace_s = 0.0
             line = restarts.next(error, run_dir)
-            if shown := line or how_to_resume(run_dir, launch=launch, elsewhere=plan.elsewhere):
-                progress.message(shown)
+            hint = how_to_resume(run_dir, launch=launch, elsewhere=plan.elsewhere) if was_opened else ""
+            if line or hint:
+                progress.message(line or hint)
             if not line:
                 raise
         restarts.pause()

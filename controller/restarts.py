@@ -17,7 +17,7 @@ LONGEST_PAUSE_S = 60.0
 
 def how_to_resume(run_dir: Path, *, launch: bool, elsewhere: bool = False) -> str:
     """Returns a line for the terminal with the command that resumes a run that has failed, or that it has no
-    checkpoint; an empty text where its files cannot be read.
+    checkpoint, or why its files cannot be read.
 
     Args:
         run_dir: The run directory.
@@ -27,8 +27,8 @@ def how_to_resume(run_dir: Path, *, launch: bool, elsewhere: bool = False) -> st
     try:
         if not CheckpointStore(run_dir).commits() and (launch or not ResumePoint.journaled(run_dir)):
             return f"{run_dir} has no checkpoint to resume from"
-    except (RlhfError, OSError):
-        return ""
+    except (RlhfError, OSError) as error:
+        return f"{run_dir} cannot be resumed as it is: {error}"
     options = f"{' --launch' * launch}{' --elsewhere' * elsewhere}"
     return f"to resume: rlhf-controller --resume {shlex.quote(str(run_dir))}{options}"
 

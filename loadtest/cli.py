@@ -16,6 +16,7 @@ from loadtest.payloads import Lengths
 from loadtest.run import Json, Settings, measure, stopping_on_signals
 from loadtest.schedule import ramp
 from rlhf.errors import ConfigError, RlhfError
+from rlhf.file_limit import raise_file_limit
 from settings.security import security_option
 
 USAGE_ERROR = 2
@@ -122,6 +123,7 @@ def main(
     Methods that change a service (updates, checkpoints, offloading) are not offered. A service of several ranks takes
     its calls from one session at a time: a test is refused while a run has the service.
     """
+    raise_file_limit()
     try:
         if compared:
             _compare(*compared)

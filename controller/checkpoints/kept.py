@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from copy import copy
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -95,28 +96,33 @@ def set_fields(state: Any, stored: Mapping[str, Any], where: str) -> None:
 
 def _to_json(value: Any, where: str, *, is_field: bool = True) -> Any:
     """Returns a value as JSON: a float that is not finite as {"/float": text}, a numpy array as {"/array": [dtype,
-    shape, values]}, a number of numpy likewise without a shape, a tuple in a collection as {"/tuple": values}.
-    Dataclasses, and subclasses of dict, may be fields of dataclasses (`is_field`), not elements of collections."""
-    if value is None or isinstance(value, bool | int | str):
+    shape, values]}, a number of numpy likewise without a shape, a tuple as {"/tuple": values}, a deque as {"/deque":
+    [maxlen, values]}, an instance of a subclass of dict as {"/dict": [name of its type, items]}. Dataclasses, deques
+    and subclasses of dict may be fields of dataclasses (`is_field`), not elements of collections."""
+    if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
         return value
     match value:
         case np.generic() if _is_exact(value.dtype):
             return {"/array": [value.dtype.str, None, [_to_json(value.item(), where)]]}
         case float():
             return value if math.isfinite(value) else {"/float": str(value)}
-        case tuple() if not is_field:
+        case tuple() if type(value) is tuple:
             return {"/tuple": [_to_json(each, where, is_field=False) for each in value]}
-        case list() | tuple() | deque() if is_field or type(value) is list:
+        case deque() if is_field:
+            return {"/deque": [value.maxlen, [_to_json(each, where, is_field=False) for each in value]]}
+        case list() if type(value) is list:
             return [_to_json(each, where, is_field=False) for each in value]
         case dict() if (is_field or type(value) is dict) and all(map(_is_key, value)):
-            return {key: _to_json(each, f"{where}.{key}", is_field=False) for key, each in value.items()}
+            items = {key: _to_json(each, f"{where}.{key}", is_field=False) for key, each in value.items()}
+            return items if type(value) is dict else {"/dict": [type(value).__name__, items]}
         case np.ndarray() if _is_exact(value.dtype):
             return {"/array": [value.dtype.str, list(value.shape), _to_json(value.ravel().tolist(), where)]}
     if is_field and dataclasses.is_dataclass(value) and not isinstance(value, type):
         return fields_of(value, where)
     raise ConfigError(
         f"run.keep: {where} has a {type(value).__name__}, which a checkpoint cannot hold; it can hold numbers, texts, "
-        "numpy arrays, lists, tuples and dictionaries of them, and dataclasses of all these"
+        "numpy arrays, lists, tuples and dictionaries of them, and dataclasses of all these; and deques, Counters and "
+        "other dictionaries as fields of dataclasses"
     )
 
 
@@ -130,13 +136,24 @@ def _is_exact(dtype: np.dtype[Any]) -> bool:
 
 
 def _like(present: Any, stored: Any, where: str) -> Any:
-    """Decodes a value of `_to_json` to the type of the present value. Without a present value, it stays a JSON value,
-    except non-finite numbers and arrays."""
+    """Decodes a value of `_to_json`. Dataclasses, and subclasses of dict other than Counter, need a present value of
+    their type, which they are restored into or made of. Raises ConfigError where there is none."""
     match stored:
         case {"/float": text}:
             return float(text)
         case {"/tuple": values}:
             return tuple(_like(None, each, where) for each in values)
+        case {"/deque": [longest, values]}:
+            return deque((_like(None, each, where) for each in values), longest)
+        case {"/dict": ["Counter", items]}:
+            return Counter(_like({}, items, where))
+        case {"/dict": [name, items]}:
+            if type(present).__name__ != name:
+                raise ConfigError(
+                    f"run.keep: {where} is a {name} in the checkpoint and a {type(present).__name__} before steps "
+                    f"begin; construct it as a {name}"
+                )
+            return _like(present, items, where)
         case {"/array": [dtype, shape, values]}:
             made = np.array([_like(None, each, where) for each in values], dtype)
             return made[0] if shape is None else made.reshape(shape)

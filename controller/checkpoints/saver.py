@@ -85,6 +85,7 @@ class Checkpointer:
         known: Collection[str],
         is_last: bool,
         is_cut: bool = True,
+        verify: Callable[[], None] = lambda: None,
     ) -> None:
         """Writes the journal, and begins the checkpoint of a step if it is due or SIGTERM was received. Later steps may
         run while the checkpoint is written. No call that changes a service may be running.
@@ -97,6 +98,8 @@ class Checkpointer:
             is_last: Whether this is the last step of the run.
             is_cut: Whether nothing of a later step is under way. Without it, the run could not go on from the step with
                 the same results, so the journal is not written.
+            verify: Verifies the weights of the services before a checkpoint that only SIGTERM asks for; those that are
+                due by the config (`is_due`) are the caller's to verify. Default: they are not verified.
 
         Raises:
             ConfigError: No metric is named `checkpoint.best`.
@@ -117,7 +120,10 @@ class Checkpointer:
         is_requested = self._termination.is_requested
         if is_cut or is_requested:
             self._journal.write(content)
-        if self.is_due(step, is_last=is_last) or is_requested:
+        is_due = self.is_due(step, is_last=is_last)
+        if is_requested and not is_due:
+            verify()
+        if is_requested or is_due:
             self._save(content, metrics)
         if is_requested:
             self.settle()

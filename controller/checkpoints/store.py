@@ -135,19 +135,22 @@ class CheckpointStore:
         return commit
 
     def commits(self) -> list[Commit]:
-        """Returns the commits of all checkpoints, by step. A run may remove checkpoints meanwhile, which are left out.
+        """Returns the commits of all checkpoints, by step. Left out are checkpoints that a run removes meanwhile,
+        directories of other names, such as copies, and damaged checkpoints that are older than another.
 
         Raises:
-            RlhfError: A COMMIT is damaged or cannot be read; the text names the file.
+            RlhfError: The newest COMMIT is damaged or cannot be read; the text names the file.
         """
-        found = []
-        for path in self.path.glob(f"step-*/{COMMIT}"):
+        names = (path.parent.name.removeprefix("step-") for path in self.path.glob(f"step-*/{COMMIT}"))
+        found: list[Commit] = []
+        for step in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
+            path = self.place(step) / COMMIT
             try:
                 found.append(self._read(path))
             except RlhfError:
-                if path.exists():
+                if path.exists() and not found:
                     raise
-        return sorted(found, key=lambda commit: commit.step)
+        return found[::-1]
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint, if it is there. A removal that is interrupted leaves no COMMIT. Errors of the file

@@ -250,6 +250,7 @@ class StepLoop:
                 known=self._recorder.metric_names,
                 is_last=is_last,
                 is_cut=not self._open,
+                verify=self._verifier.verify,
             )
         if not opened.evaluated:
             self._ended_s = self._cluster.session.now()

@@ -20,11 +20,11 @@ import uvloop
 from nccl_transfer.refs.mesh import Mesh
 from rlhf import addresses, security
 from rlhf.errors import ConfigError, RlhfError
+from rlhf.file_limit import raise_file_limit
 from rlhf.plugins import PluginError, load_object
 from rlhf.rendezvous import VARIABLE
 from rlhf.roles import RoleSpec, find_role
 from services.runtime import gpus
-from services.runtime.file_limit import raise_file_limit
 from services.runtime.hosts import host_addresses, network_interfaces
 from services.runtime.huge_pages import use_huge_pages
 from services.runtime.ranks import Ranks

@@ -33,12 +33,12 @@ from nccl_transfer.transports import host_id
 from rlhf.channels import listen, open_server
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, role_methods
 from rlhf.errors import ConfigError
+from rlhf.file_limit import most_connections
 from rlhf.rendezvous import is_on_one_host
 from rlhf.security import current
 from rlhf.v1 import worker_pb2
 from services.runtime.boundary import Handler, RpcBoundary, timeout_s
 from services.runtime.execution import CallQueue
-from services.runtime.file_limit import most_connections
 from services.runtime.hosts import check_reachable, host_addresses
 from services.runtime.transfer_handlers import TransferHandlers
 from services.runtime.worker import Worker, registered_methods

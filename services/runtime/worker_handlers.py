@@ -73,6 +73,8 @@ class WorkerHandlers:
         self._stop = stop
         self._drained = drained
         self._process = psutil.Process()
+        # Read now: the directory may be removed while the service runs.
+        self._working_directory = str(Path.cwd())
         self._version, self._cpu = importlib.metadata.version("rlhf-cluster"), cpu_name()
 
     def handlers(self) -> dict[str, Handler]:
@@ -109,7 +111,7 @@ class WorkerHandlers:
                 session_started_unix_ns=sessions.started_unix_ns,
                 is_shared=sessions.is_shared,
                 sessions=len(sessions.names),
-                working_directory=str(Path.cwd()),
+                working_directory=self._working_directory,
                 output_roots=map(str, self._worker.output_roots),
             )
         )

@@ -15,9 +15,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ from controller.tracking.marks import Mark, check_marks, cut_files, mark_files
 from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter, read_metrics, read_samples
 from controller.tracking.run_directory import LOCK, RunDirectory
 from controller.tracking.timeline import EARLIER_FILE, TIMELINE_FILE, Timeline, read_events
-from rlhf.errors import ConfigError, RlhfError
+from rlhf.errors import ConfigError, CorruptWeights, RlhfError
 
 QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
 STATE = {"format": 1, "run": {}, "files": {}, "facts": {}}
@@ -366,6 +367,15 @@ def through_json(kept: KeptState) -> KeptState:
     return restored
 
 
+class Color(StrEnum):
+    RED = "red"
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
 class TestKept:
     @given(log_lambda=st.floats(), costs=st.lists(st.floats(allow_nan=False), max_size=5))
     def test_state_of_algorithms_comes_back_bit_for_bit(self, log_lambda: float, costs: list[float]) -> None:
@@ -434,6 +444,33 @@ class TestKept:
         found.seen["new"] += 1
         found.sums["new"] += 1.5
         assert (found.seen, found.sums) == (Counter(a=2, new=1), {"a": 0.5, "new": 1.5})
+
+    def test_fields_that_are_made_later_come_back_as_what_they_are(self) -> None:
+        @dataclass
+        class Lazy:
+            window: deque[int] | None = None
+            pair: tuple[int, ...] | None = None
+            seen: Counter[str] | None = None
+            sums: dict[str, float] | None = None
+
+        kept, found = KeptState(), Lazy()
+        kept.add("lazy", Lazy(deque([1, 2, 3], maxlen=3), (1, 2), Counter(a=2), {"a": 0.5}))
+        through_json(kept).add("lazy", found)
+        assert found == Lazy(deque([1, 2, 3]), (1, 2), Counter(a=2), {"a": 0.5})
+        assert isinstance(found.seen, Counter)
+        assert found.window is not None
+        assert found.window.maxlen == 3
+        kept = KeptState()
+        kept.add("lazy", Lazy(sums=defaultdict(float, a=0.5)))
+        with pytest.raises(ConfigError, match=r"lazy.sums is a defaultdict in the checkpoint and a NoneType"):
+            through_json(kept).add("lazy", Lazy())
+
+    @pytest.mark.parametrize("value", [signal.SIGTERM, Color.RED, Pair(1, 2)])
+    def test_enums_and_named_tuples_are_refused(self, value: Any) -> None:
+        kept = KeptState()
+        kept.add("all", Everything(value))
+        with pytest.raises(ConfigError, match=r"all.number has a .*, which a checkpoint cannot hold"):
+            kept.state()
 
     @pytest.mark.parametrize("inner", [Counter(a=1), deque([1])])
     def test_a_type_that_would_not_come_back_is_refused(self, inner: Any) -> None:
@@ -733,10 +770,23 @@ class TestCheckpointer:
             signal.raise_signal(signal.SIGTERM)
         checkpointer.close()
 
+    def test_weights_are_verified_before_a_checkpoint_that_only_sigterm_asks_for(
+        self, termination: Termination, tmp_path: Path
+    ) -> None:
+        def corrupt() -> None:
+            raise CorruptWeights("x on rank 0")
 
-def begun(run_dir: Path, group: Any, termination: Termination) -> saver.Checkpointer:
-    """A writer of checkpoints that has begun one."""
-    table, store = CheckpointTable(every=1, grace_s=60.0), CheckpointStore(run_dir)
+        checkpointer = begun(tmp_path, Silent(), termination, every=100)
+        checkpointer.after_step(1, {}, dict, known=(), is_last=False, verify=corrupt)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(CorruptWeights):
+            checkpointer.after_step(2, {}, dict, known=(), is_last=False, verify=corrupt)
+        assert not list(CheckpointStore(tmp_path).path.glob("step-*"))
+
+
+def begun(run_dir: Path, group: Any, termination: Termination, every: int = 1) -> saver.Checkpointer:
+    """A writer of checkpoints that has begun one where `every` is 1."""
+    table, store = CheckpointTable(every=every, grace_s=60.0), CheckpointStore(run_dir)
     journal = Journal(run_dir, {})
     checkpointer = saver.Checkpointer(
         table, store, {"actor": group}, {}, journal, dict, dict, print, termination

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from services.runtime.file_limit import MOST_CONNECTIONS, RESERVED_FILES, most_connections
+from rlhf.file_limit import MOST_CONNECTIONS, RESERVED_FILES, most_connections
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_connections_leave_files_to_the_rank(soft: int, most: int, monkeypatch: 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
     code = """
 import resource
-from services.runtime.file_limit import raise_file_limit
+from rlhf.file_limit import raise_file_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512))
 raise_file_limit()
 print(resource.getrlimit(resource.RLIMIT_NOFILE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,11 +87,21 @@ def test_services_that_live_on_resume_from_the_journal(
     assert how_to_resume(spaced, launch=True) == f"{spaced} has no checkpoint to resume from"
 
 
+def test_old_damaged_checkpoints_and_copies_keep_no_run_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (3, 4, 5):
+        write(store, step)
+    (store.place(3) / "COMMIT").write_text("{")
+    shutil.copytree(store.place(4), store.path / "step-4.bak")
+    assert [commit.step for commit in store.commits()] == [4, 5]
+    assert Restarts(2, launches=True).next(LOST, tmp_path).endswith("from the checkpoint of step 5")
+
+
 def test_a_damaged_checkpoint_hides_no_error(tmp_path: Path) -> None:
     write(CheckpointStore(tmp_path), 3)
     (commit,) = tmp_path.rglob("COMMIT")
     commit.write_text("{")
-    assert how_to_resume(tmp_path, launch=True) == ""
+    assert how_to_resume(tmp_path, launch=True).startswith(f"{tmp_path} cannot be resumed as it is: checkpoint ")
     assert Restarts(2, launches=True).next(LOST, tmp_path) == ""
 
 

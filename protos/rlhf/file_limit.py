@@ -1,4 +1,4 @@
-"""The files and connections that a rank may have open at a time."""
+"""The files and connections that a rank, a controller or a load test may have open at a time."""
 
 from __future__ import annotations
 
