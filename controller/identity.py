@@ -129,14 +129,16 @@ def git_commit() -> str:
 
 
 def _platform(said: worker_pb2.DescribeResponse) -> dict[str, Any]:
-    """Returns the platform of a service from its description: version, threads, CPU, torch, matmul library and
-    kernels. Together with the configuration, these determine the results bitwise."""
+    """Returns the platform of a service from its description: version, threads, CPU, GPU, torch and other
+    libraries, matmul library and kernels. Together with the configuration, these determine the results bitwise."""
     figures = {
         "version": said.version,
         "threads": said.threads,
         "cpu": said.cpu,
         "cpu_capability": said.cpu_capability,
+        "gpu": said.gpu,
         "torch": said.torch,
+        "libraries": dict(said.libraries),
         "matmul": said.matmul,
         "kernels": said.kernels,
     }

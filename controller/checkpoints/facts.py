@@ -104,7 +104,9 @@ def platform_of(services: Mapping[str, worker_pb2.DescribeResponse]) -> dict[str
             "kernels": said.kernels,
             "cpu": said.cpu,
             "cpu_capability": said.cpu_capability,
+            "gpu": said.gpu,
             "torch": said.torch,
+            "libraries": dict(said.libraries),
             "version": said.version,
             "vocabulary": said.vocabulary_hash,
         }

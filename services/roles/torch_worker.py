@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 
 from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.devices.cupy_cuda import own_cuda
@@ -54,13 +55,17 @@ class TorchWorker(Worker):
         choose_kernels(self.table.kernels, self.torch_device, self.ranks)
 
     def libraries(self) -> worker_pb2.DescribeResponse:
-        """Returns the fields of Describe on which, beside the table, the bits of results depend: torch, the CPU's
-        capability, and what `choose_libraries` has chosen."""
+        """Returns the fields of Describe on which, beside the table, the bits of results depend: the GPU, the CPU's
+        capability, versions of libraries, and what `choose_libraries` has chosen."""
+        on_gpu = self.torch_device.type == "cuda"
+        versions = {"transformers": transformers.__version__}
         return worker_pb2.DescribeResponse(
             torch=torch.__version__,
             cpu_capability=torch.backends.cpu.get_cpu_capability(),
             matmul=matmul.backend() if self.torch_device.type == "cpu" else "",
             kernels=fused.name_in_use(),
+            gpu=torch.cuda.get_device_name(self.torch_device) if on_gpu else "",
+            libraries=versions | ({"cuda": torch.version.cuda or ""} if on_gpu else {}),
         )
 
     def device(self) -> dict[str, str]:

@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+import transformers
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -101,6 +102,8 @@ def test_describe_says_who_and_where_every_rank_is(actor: Service, task: Task) -
     assert said.epoch > 1e12, "milliseconds of Unix time"
     assert said.vocabulary_hash == vocabulary_hash(AutoTokenizer.from_pretrained(task.model))
     assert said.torch == torch.__version__
+    assert dict(said.libraries) == {"transformers": transformers.__version__}
+    assert said.gpu == ""
     assert said.cpu_capability == torch.backends.cpu.get_cpu_capability()
     assert said.cpu
     assert any("Offload" in limit for limit in said.limits)

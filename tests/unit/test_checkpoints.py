@@ -29,7 +29,7 @@ from controller.advantage.kl import AdaptiveKL, FixedKL
 from controller.advantage.safe import Multiplier
 from controller.checkpoints import saver
 from controller.checkpoints.digests import Digest, digest_of
-from controller.checkpoints.facts import check_config, check_contents, check_platform
+from controller.checkpoints.facts import check_config, check_contents, check_platform, platform_of
 from controller.checkpoints.journal import Journal
 from controller.checkpoints.kept import KeptState
 from controller.checkpoints.resume_point import ResumePoint
@@ -45,6 +45,7 @@ from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter, re
 from controller.tracking.run_directory import LOCK, RunDirectory
 from controller.tracking.timeline import EARLIER_FILE, TIMELINE_FILE, Timeline, read_events
 from rlhf.errors import ConfigError, CorruptWeights, RlhfError
+from rlhf.v1.worker_pb2 import DescribeResponse
 
 QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
 STATE = {"format": 1, "run": {}, "files": {}, "facts": {}}
@@ -694,6 +695,17 @@ class TestFacts:
             check_platform(before, now, elsewhere=False)
         with pytest.raises(ConfigError, match=r"^services.actor.vocabulary was"):
             check_platform(before, {"actor": {**now["actor"], "vocabulary": "cd"}}, elsewhere=True)
+
+    def test_another_gpu_or_library_is_refused(self) -> None:
+        def platform(gpu: str, version: str) -> dict[str, dict[str, Any]]:
+            return platform_of({"actor": DescribeResponse(gpu=gpu, libraries={"transformers": version})})
+
+        before = platform("NVIDIA H100", "5.19.0")
+        check_platform(before, platform("NVIDIA H100", "5.19.0"), elsewhere=False)
+        with pytest.raises(ConfigError, match=r'^services.actor.gpu was "NVIDIA H100" .* "NVIDIA A100"'):
+            check_platform(before, platform("NVIDIA A100", "5.19.0"), elsewhere=False)
+        with pytest.raises(ConfigError, match=r"^services.actor.libraries.transformers was"):
+            check_platform(before, platform("NVIDIA H100", "5.19.1"), elsewhere=False)
 
     def test_other_contents_are_refused(self) -> None:
         check_contents({"data.train.0": "ab", "services.actor.model": ""}, {"data.train.0": "ab"})

@@ -101,7 +101,9 @@ def test_a_damaged_checkpoint_hides_no_error(tmp_path: Path) -> None:
     write(CheckpointStore(tmp_path), 3)
     (commit,) = tmp_path.rglob("COMMIT")
     commit.write_text("{")
-    assert how_to_resume(tmp_path, launch=True).startswith(f"{tmp_path} cannot be resumed as it is: checkpoint ")
+    assert how_to_resume(tmp_path, launch=True).startswith(
+        f"{tmp_path} cannot be resumed as it is: checkpoint "
+    )
     assert Restarts(2, launches=True).next(LOST, tmp_path) == ""
 
 

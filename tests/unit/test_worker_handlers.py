@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -72,3 +73,23 @@ def test_the_cpu_is_looked_up_once_and_not_for_each_describe(monkeypatch: pytest
 
     asyncio.run(main())
     assert asked == ["cpu"]
+
+
+def test_describe_answers_when_the_working_directory_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.chdir(scratch)
+
+    async def main() -> None:
+        worker = Reward(RewardTable(role="reward", address="127.0.0.1:1"), Ranks(0, 1, 1))
+        store = TensorStore(1 << 16)
+        queue = CallQueue(worker, store, Fetcher("", []))
+        handlers = handlers_of(queue, worker, store)
+        scratch.rmdir()
+        answer = await handlers["Describe"](worker_pb2.DescribeRequest(), cast(Any, None))
+        assert answer.working_directory == str(scratch)
+        await queue.drain()
+
+    asyncio.run(main())
