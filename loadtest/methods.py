@@ -46,6 +46,8 @@ def find_method(role: str, name: str) -> Method:
             return method
     others = {**role_methods(role), **SERVICES["worker"]}.values()
     if any(name in (method.name, method.snake_name) for method in others):
-        raise ConfigError(f"--method: {name} cannot be load-tested, since it changes the service or belongs to a "
-                          f"larger operation; allowed for {role}: {', '.join(methods)}")  # fmt: skip
+        raise ConfigError(
+            f"--method: {name} cannot be load-tested, since it changes the service, belongs to a larger operation, or "
+            f"needs weights that the service has in a run alone; allowed for {role}: {', '.join(methods)}"
+        )
     raise ConfigError(f"--method: {role} has no method {name!r}; known: {', '.join(methods)}")

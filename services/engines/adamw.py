@@ -13,11 +13,9 @@ from services.engines.collectives import texts_of_ranks
 from services.runtime.ranks import known_to_all
 
 
-def make_adamw(parameters: Iterable[Tensor], options: OptimizerOptions) -> torch.optim.AdamW:
-    """Returns torch's fused AdamW for the parameters, with zero moments for each, which torch would create in the
-    first step only."""
-    parameters = list(parameters)
-    adamw = torch.optim.AdamW(
+def new_adamw(parameters: Iterable[Tensor], options: OptimizerOptions) -> torch.optim.AdamW:
+    """Returns torch's fused AdamW for the parameters, without state."""
+    return torch.optim.AdamW(
         parameters,
         lr=options.lr,
         betas=options.betas,
@@ -25,6 +23,13 @@ def make_adamw(parameters: Iterable[Tensor], options: OptimizerOptions) -> torch
         weight_decay=options.weight_decay,
         fused=True,
     )
+
+
+def make_adamw(parameters: Iterable[Tensor], options: OptimizerOptions) -> torch.optim.AdamW:
+    """Returns torch's fused AdamW for the parameters, with zero moments for each, which torch would create in the
+    first step only."""
+    parameters = list(parameters)
+    adamw = new_adamw(parameters, options)
     # Created here and not in the first step, so that snapshots and checkpoints always have the same tensors.
     for x in parameters:
         add_moments(adamw, x)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from services.engines.base import InferenceStopped
 from services.runtime.ranks import known_to_all
 
-_SHA256_BYTES = 32
 _TEXT_BYTES = 400
 """Bytes of UTF-8 to which `texts_of_ranks` cuts a text."""
 
@@ -40,10 +39,7 @@ def max_over_ranks(count: int) -> int:
 def digest_of_rank_0(sha256: str) -> str:
     """Returns the sha256 (hex) that rank 0 passes, on every rank; the argument of other ranks is ignored.
     Collective."""
-    digest = bytes.fromhex(sha256) if dist.get_rank() == 0 else bytes(_SHA256_BYTES)
-    shared = torch.tensor(list(digest), dtype=torch.uint8)
-    dist.broadcast(shared, src=0)
-    return bytes(shared.tolist()).hex()
+    return bytes_of_ranks(sha256.encode())[0].decode()
 
 
 def texts_of_ranks(text: str) -> list[str]:
@@ -52,11 +48,7 @@ def texts_of_ranks(text: str) -> list[str]:
     Args:
         text: Text of this rank.
     """
-    encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    own = torch.tensor(list(encoded), dtype=torch.uint8)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    return [bytes(each.tolist()).rstrip(b"\0").decode(errors="ignore") for each in gathered]
+    return [each.decode(errors="ignore") for each in bytes_of_ranks(text.encode()[:_TEXT_BYTES])]
 
 
 def rows_of_ranks(table: torch.Tensor) -> list[torch.Tensor]:

@@ -24,8 +24,6 @@ from services.weights.versions import Version, Versions
 
 LATE_S = 1.0
 """Seconds after its deadline at which a load of weights ends that waits for no source."""
-_DIGITS = 1 << 20
-"""Ranks compare their versions by numbers below this, whose squares they can add up exactly in float64."""
 
 
 class Inbox(ABC):
@@ -150,20 +148,16 @@ class ReceivingWorker(LanguageWorker):
     def check_served(self, call: CallContext) -> None:
         """Raises Refused on every rank unless all ranks have weights of the same transfer. Collective."""
         served = self.inbox.versions.served
-        numbers = _numbers(served) if served else [0, 0, 0]
-        sums = self.ranks.total(
-            [served is None, *numbers, *(number**2 for number in numbers)], call.peers_deadline
-        )
-        missing, totals, squares = sums[0], sums[1:4], sums[4:7]
-        if missing:
+        numbers = _numbers(served) if served else [-1, -1, -1]
+        found = self.ranks.gather(numbers, call.peers_deadline)
+        if missing := sum(of_rank[0] < 0 for of_rank in found):
             raise known_to_all(
                 Refused(
-                    f"{int(missing)} of {self.ranks.size} ranks have no whole weights to compute with: "
+                    f"{missing} of {self.ranks.size} ranks have no whole weights to compute with: "
                     "sync_weights first"
                 )
             )
-        # Numbers are all the same where their variance is 0.
-        if any(self.ranks.size * int(q) != int(t) ** 2 for t, q in zip(totals, squares, strict=True)):
+        if any(of_rank != found[0] for of_rank in found):
             raise known_to_all(Refused("ranks have weights of different transfers: sync_weights again"))
 
     def _own_index(self, transfer: WeightTransfer) -> int:
@@ -206,9 +200,9 @@ def _go_on(call: CallContext) -> None:
 
 
 def _numbers(version: Version) -> list[int]:
-    """Returns three numbers below _DIGITS that are the same for the same version, and for another one practically
+    """Returns three numbers of 32 bits that are the same for the same version, and for another one practically
     never."""
     digest = hashlib.sha256(
         f"{version.transfer}\n{version.policy_version}\n{version.state_id}".encode()
     ).digest()
-    return [int.from_bytes(digest[4 * i : 4 * i + 4]) % _DIGITS for i in range(3)]
+    return [int.from_bytes(digest[4 * i : 4 * i + 4]) for i in range(3)]

@@ -180,8 +180,8 @@ class Ranks:
         self.round = Round(self.group, note)
         return self.round
 
-    def total(self, values: Sequence[float], until: float) -> list[float]:
-        """Returns the sum over all ranks of each value, in float64. Collective.
+    def gather(self, values: Sequence[float], until: float) -> list[list[float]]:
+        """Returns the values of each rank, in rank order, in float64. Collective.
 
         Args:
             values: This rank's values, at most 7; the same number on every rank.
@@ -192,10 +192,14 @@ class Ranks:
             OutOfStep: A peer did not come by `until`, or died.
         """
         if self.size == 1:
-            return list(values)
+            return [list(values)]
         notes = self.begin_round([0, *values]).wait(until)
         self._check_well(notes)
-        return [sum(note[1 + i] for note in notes) for i in range(len(values))]
+        return [list(note[1 : 1 + len(values)]) for note in notes]
+
+    def total(self, values: Sequence[float], until: float) -> list[float]:
+        """Returns the sum over all ranks of each value, in float64. Collective. Arguments and errors as of `gather`."""
+        return [sum(of_ranks) for of_ranks in zip(*self.gather(values, until), strict=True)]
 
     def agree(self, mine: Exception | None, until: float) -> None:
         """Returns if no rank has failed, and raises on every rank if any has. Collective.

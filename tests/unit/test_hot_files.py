@@ -29,8 +29,6 @@ ALLOWED = {
     "compute/jagged_rows.py first_equal_rows": "token ids, which are in host memory: equal prompts are found there",
     "engines/base.py dealt_to_ranks": "whole weights for other services, which read them from host memory",
     "engines/collectives.py bytes_of_ranks": "bytes that ranks exchange over gloo",
-    "engines/collectives.py digest_of_rank_0": "bytes that ranks exchange over gloo",
-    "engines/collectives.py texts_of_ranks": "bytes that ranks exchange over gloo",
     "engines/data_parallel.py _write": "weights of an export, for transformers to convert",
     "engines/fsdp/lora.py _gather_companions": "adapters of an export",
     "engines/loss_accumulator.py numbers": "metrics of a step, in one copy",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
-from services.engines.adamw import add_moments
+from services.engines.adamw import add_moments, new_adamw
 from services.engines.base import EngineSetup, HeldTensor, NonFiniteGradient, OptimizerOptions, Snapshot
 from services.engines.data_parallel import DataParallelEngine
 from services.engines.implementation import compute_dtype, kept_dtype
@@ -212,14 +212,7 @@ class ZeROEngine(DataParallelEngine):
         model = model.requires_grad_(optimizer is not None)
         if optimizer is None:
             return FrozenStage3(model, self._pass) if stage == 3 else Replicas(model)
-        adamw = torch.optim.AdamW(
-            model.parameters(),
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            fused=True,
-        )
+        adamw = new_adamw(model.parameters(), optimizer)
         if stage == 3:
             return Stage3Partitions(model, self._pass, adamw, offloads)
         return Stage12Partitions(model, adamw, stage, offloads)
