@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,15 @@ import pytest
 from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
 from deploy.certificates import TABLE, write_certificates
-from integration.harness import Processes, Service, free_ports, is_listening, wait_until, write_config
+from integration.harness import (
+    Processes,
+    Service,
+    free_ports,
+    is_listening,
+    wait_for_line,
+    wait_until,
+    write_config,
+)
 from integration.listeners import attack, is_any, listeners
 from rlhf.errors import OutOfStep, ServiceLost
 from rlhf.security import adopted
@@ -180,6 +189,40 @@ def on_both(role: str, hosts: TwoHosts, path: Path, port: int) -> list[tuple[str
     return [(*here, "--set", f"services.{role}.bind_host=0.0.0.0"), hosts.on_there(*there)]
 
 
+def placed(config: Config, tmp_path: Path) -> Config:
+    """The run with a rank of the actor on each of two hosts, a and b, and certificates for both."""
+    addresses = [table.address.rpartition(":")[0] for table in config.services.values()]
+    write_certificates(tmp_path / "certificates", sorted(set(addresses)), days=1)
+    secured = read_toml(tmp_path / "certificates" / TABLE)["security"]
+    pools = {"both": ["a/cpu:0", "b/cpu:0"], "a": ["a/cpu:0"], "b": ["b/cpu:1"]}
+    pool_of = {"actor": "both", "reference": "a", "critic": "b", "reward": "b"}
+    services = {
+        role: table.model_copy(update={"pool": pool_of[role]}) for role, table in config.services.items()
+    }
+    return config.model_copy(
+        update={"services": services, "pools": pools, "security": SecurityTable.model_validate(secured)}
+    )
+
+
+@contextmanager
+def up_on_both(
+    hosts: TwoHosts, path: Path, logs: Path
+) -> Iterator[tuple[Processes, subprocess.Popen[str], subprocess.Popen[str]]]:
+    """`rlhf-deploy up` of a config on both hosts, once both are ready."""
+
+    def command(host: str) -> tuple[str, ...]:
+        return ("rlhf-deploy", "up", str(path), "--host", host, "--log-dir", str(logs / host))
+
+    processes = Processes()
+    try:
+        here, there = processes.start(*command("a")), processes.start(*hosts.on_there(*command("b")))
+        for each in (here, there):
+            wait_for_line(each, "ready\n", 110)
+        yield processes, here, there
+    finally:
+        processes.kill()
+
+
 def traffic_of(config: Config) -> dict[str, dict[str, int]]:
     """Bytes that reached each service, by transport."""
     traffic = {}
@@ -295,3 +338,49 @@ def test_services_with_certificates_on_two_hosts_give_the_numbers_of_one(
     assert outcome == one_host
     assert set(traffic["reference"]) == {"memfd"}
     assert set(traffic["critic"]) == {"tcp"}
+
+
+def test_one_command_on_each_host_starts_its_ranks_and_gives_the_numbers_of_one_host(
+    hosts: TwoHosts, apart: Config, one_host: Outcome, tmp_path: Path
+) -> None:
+    config = placed(apart, tmp_path)
+    path = write_config(config, tmp_path / "cluster.toml")
+    with up_on_both(hosts, path, tmp_path) as (processes, here, there):
+        outcome = Outcome.of(run(config, path, processes))
+        with adopted(load_security(path)):
+            service = Service("actor", config.services["actor"].address)
+            reached = [address.rpartition(":")[0] for address in service.addresses]
+            service.close()
+        shown = processes.start("rlhf-deploy", "status", str(path), "--host", "a").communicate(timeout=30)[0]
+        for host in "ab":
+            down = processes.start("rlhf-deploy", "down", str(path), "--host", host)
+            assert down.communicate(timeout=60) == (f"{path}: stopped\n", "")
+        said = [each.communicate(timeout=10)[1] for each in (here, there)]
+        assert not processes.living()
+    assert outcome == one_host
+    assert reached == [hosts.here, hosts.there]
+    assert {line.split()[0] for line in shown.splitlines()} == {"SERVICE", "actor", "reference"}
+    assert (here.returncode, there.returncode) == (0, 0)
+    assert "actor: started, rank 0 of 2" in said[0]
+    assert "actor: started, rank 1 of 2" in said[1]
+    logs = {host: {log.stem for log in (tmp_path / host).glob("*.log")} for host in "ab"}
+    assert logs == {"a": {"actor", "reference"}, "b": {"actor", "critic", "reward"}}
+
+
+def test_a_host_whose_supervisor_is_killed_ends_the_run_and_the_services_of_the_other(
+    hosts: TwoHosts, apart: Config, tmp_path: Path
+) -> None:
+    config = placed(apart, tmp_path)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 1000})})
+    path = write_config(config, tmp_path / "cluster.toml")
+    with up_on_both(hosts, path, tmp_path) as (processes, here, there):
+        controller = processes.start("rlhf-controller", "--algo", "ppo", "--config", str(path))
+        wait_until(lambda: [*tmp_path.glob("test-*/metrics.jsonl")], 60, "the run's first step")
+        there.kill()
+        _, err = controller.communicate(timeout=90)
+        assert controller.returncode == 1, err
+        assert re.search(r"^error: (actor rank 1|critic rank 0|reward rank 0) \(", err, re.MULTILINE), err
+        _, said = here.communicate(timeout=END_S)
+        assert here.returncode == 1, said
+        assert re.search(r"^error: service actor: ", said, re.MULTILINE), said
+        wait_until(lambda: not processes.living(), END_S, "the end of all processes on both hosts")
