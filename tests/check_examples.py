@@ -1,6 +1,6 @@
 """Chore `make check-examples`: checks the manifests in deploy/examples against the published schemas: each of their
-fields is one of Kubernetes' own models (of its Python client) or of the Compose specification, and none that is required
-is missing. Needs the packages `check-jsonschema` and `kubernetes`, with which the Makefile runs it."""
+fields is one of Kubernetes' own models (of its Python client) or of the Compose specification, and none that is
+required is missing. Needs the packages `check-jsonschema` and `kubernetes`, with which the Makefile runs it."""
 
 from __future__ import annotations
 

@@ -200,12 +200,14 @@ def on_both(role: str, hosts: TwoHosts, path: Path, port: int) -> list[tuple[str
 
 
 def few_rows(addresses: Mapping[str, str], steps: int) -> tuple[str, ...]:
-    """Settings of the shipped config of two nodes: addresses, steps, and few rows."""
+    """Settings of the shipped config of two nodes: addresses, steps, few rows, and a reward that differs between the
+    responses of an untrained model."""
     at = (f"services.{role}.address='{address}'" for role, address in addresses.items())
     # With matmul = "auto" each service measures for itself, and two that are started at different loads may differ.
     same = (f"services.{role}.matmul=mkl" for role in addresses)
     sizes = ("data.prompts_per_step=32", "algorithm.mini_batch_size=16", "run.evaluate_every=0")
-    return (*at, *same, *sizes, f"run.steps={steps}")
+    reward = "services.reward.function='toy_rewards:digit_mean'"
+    return (*at, *same, *sizes, reward, f"run.steps={steps}")
 
 
 def flags(settings: Iterable[str]) -> tuple[str, ...]:
@@ -399,7 +401,8 @@ def test_one_command_on_each_host_starts_its_ranks_and_gives_the_numbers_of_one_
         alone = {role: f"127.0.0.1:{port}" for role, port in zip(ROLES, free_ports(len(ROLES)), strict=True)}
         run_two_steps(processes, "--launch", *flags(few_rows(alone, steps=2)))
     assert outcomes[0] == outcomes[1]
-    assert len(outcomes[0].numbers) == 2
+    assert [line["step"] for line in outcomes[0].numbers] == [0, 1, 2]
+    assert all(line["actor/grad_norm"] > 0 for line in outcomes[0].numbers[1:])
     assert reached == [hosts.here, hosts.there]
     services = [{line.split()[0] for line in each.splitlines() if "serving" in line} for each in shown]
     assert services == [{"actor", "reference"}, {"actor", "critic", "reward"}]

@@ -19,6 +19,8 @@ from controller.config.config import Config, load
 from controller.config.hosts import rank_hosts
 from deploy.cli import main as rlhf_deploy
 from deploy.hosts import HostPlan
+from deploy.launch import LaunchOptions
+from deploy.processes import KILL_TIMEOUT_S
 from deploy.supervisor import service_names
 from settings.strict import read_toml, validate
 
@@ -96,8 +98,8 @@ def test_the_page_shows_the_files_that_are_there() -> None:
 
 
 def commands_of_the_page() -> Iterator[list[str]]:
-    for block in re.findall(r"```\n(.*?)```", PAGE, re.DOTALL):
-        for line in block.replace("\\\n", "").splitlines():
+    for block in PAGE.split("```")[1::2]:
+        for line in block.splitlines():
             words = line.partition("#")[0].split()
             if words and words[0] in PROGRAMS:
                 yield words
@@ -149,9 +151,6 @@ def test_the_pods_have_what_the_config_names() -> None:
 
 
 def rlhf_deploy_stops_within_s() -> float:
-    from deploy.launch import LaunchOptions
-    from deploy.processes import KILL_TIMEOUT_S
-
     return LaunchOptions().grace_s + KILL_TIMEOUT_S
 
 
