@@ -13,7 +13,7 @@ NOTE := { status=$$?; [ $$status -eq 1 ] || { rm -f .pytest_cache/v/cache/lastfa
 RESULTS := benchmarks/results/$(if $(shell grep -s GenuineIntel /proc/cpuinfo),intel,amd)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm quickstart pipeline test test-slow test-again test-full test-gpu check-extras check-cuda-wheels fuzz soak lint format bench clean
+.PHONY: help setup setup-vllm quickstart pipeline test test-slow test-again test-full test-gpu check-extras check-cuda-wheels check-examples fuzz soak lint format bench clean
 
 help: ## List the chores.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -70,6 +70,10 @@ check-extras: setup ## Check that the extras for NVIDIA GPUs resolve to packages
 check-cuda-wheels: setup ## Install the CUDA wheels into a scratch directory (10 GB), import them, check the calls to them; no GPU.
 	$(PIP) --quiet uv
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python tests/check_cuda_wheels.py
+
+check-examples: setup ## Check the manifests in deploy/examples against the schemas of Kubernetes and Compose; starts nothing.
+	$(PIP) --quiet uv
+	$(BIN)/uv run --quiet --no-project --with check-jsonschema --with kubernetes python tests/check_examples.py
 
 fuzz: setup ## Send 200,000 random requests to services of all roles (FUZZ_CALLS=N for another number).
 	$(PYTEST) -s tests/chaos/test_fuzz.py

@@ -17,7 +17,7 @@ from controller.checkpoints.termination import Termination
 from controller.config.config import Config, load
 from controller.config.devices import ranks_line
 from controller.evaluate import evaluate
-from controller.foresight import check_models
+from controller.foresight import check_listening, check_models
 from controller.job import resume, run
 from controller.plan import Plan
 from controller.quickstart import build_quickstart, load_quickstart
@@ -232,6 +232,7 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
     else:
         config = algorithm.configure(config)
         check_models(config)
+    check_listening(config)
     for name, table in config.services.items():
         ranks = "1 rank" if table.ranks == 1 else f"{table.ranks} ranks"
         start = "would be started" if launch and not table.external else "has to be there"

@@ -69,3 +69,17 @@ def check_models(config: Config) -> None:
     """
     for name, table in config.services.items():
         check_model_fits(name, table, config.rollout.max_response_tokens)
+
+
+def check_listening(config: Config) -> None:
+    """Checks that no service, but those that are external, would listen for other hosts in plaintext. Reads the files
+    of `[security]`.
+
+    Raises:
+        ConfigError: A service would, without `allow_plaintext`, or a file cannot be read.
+    """
+    security = config.security.load()
+    for name, table in config.services.items():
+        if not table.external:
+            host = table.bind_address.rpartition(":")[0]
+            security.check_listening(host, f"services.{name}.{table.bind_key}")

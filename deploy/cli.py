@@ -22,6 +22,7 @@ from controller.config.devices import ranks_line
 from deploy import health, preflight, state
 from deploy.certificates import write_certificates
 from deploy.devices import gpus_by_service, visible_gpus
+from deploy.hosts import HostPlan, check_stores
 from deploy.launch import LaunchOptions
 from deploy.logs import read_lines
 from deploy.memory import GB, memory_table, predict_memory
@@ -55,6 +56,12 @@ _config_argument = click.argument("config", type=click.Path(path_type=Path))
 _set_option = click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config; repeatable."
 )
+_host_option = click.option(
+    "--host",
+    metavar="NAME",
+    help="Name of this host in a config with several: HOST of devices HOST/gpu:N or HOST/cpu:N, or the host of an "
+    "address. Default: the one that is this host, by its name or address.",
+)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -70,7 +77,12 @@ def main(ctx: click.Context) -> None:
 @main.command()
 @_config_argument
 @_set_option
-@click.option("--log-dir", type=click.Path(path_type=Path), help="Default: runs/logs/<stem of CONFIG>.")
+@_host_option
+@click.option(
+    "--log-dir",
+    type=click.Path(path_type=Path),
+    help="Default: runs/logs/<stem of CONFIG>, and there, with several hosts, the directory <name of the host>.",
+)
 @click.option("--only", multiple=True, metavar="NAME", help="Start only this service; repeatable.")
 @click.option("--detach", is_flag=True, help="Return when ready; the services stay up until `down`.")
 @click.pass_obj
@@ -78,32 +90,41 @@ def up(
     launcher: LaunchOptions,
     config: Path,
     settings: tuple[str, ...],
+    host: str | None,
     log_dir: Path | None,
     only: tuple[str, ...],
     detach: bool,
 ) -> None:
     """Start the services of CONFIG, print `ready` when all are healthy, and watch them until Ctrl-C.
 
-    When a service ends, the others are stopped and the exit code is 1.
+    Where CONFIG has several hosts, start the ranks of one of them, and run the same command on each of the others. When
+    a service ends, the others are stopped and the exit code is 1.
     """
-    log_dir = log_dir.resolve() if log_dir else _log_dir(config)
+    loaded = _load(config, settings)
+    host = HostPlan.of(loaded, service_names(loaded, only), host).host
+    log_dir = log_dir.resolve() if log_dir else _log_dir(config, host)
+    deployment = Deployment(str(config.resolve()), str(log_dir), settings, host)
     if detach:
-        _up_detached(config, settings, log_dir, only)
+        _up_detached(config, deployment, only)
     else:
-        _up(launcher, config, settings, log_dir, only)
+        _up(launcher, loaded, deployment, only)
 
 
 @main.command()
 @_config_argument
 @_set_option
-def status(config: Path, settings: tuple[str, ...]) -> None:
-    """Show the services of CONFIG; the exit code is 1 unless all of them serve.
+@_host_option
+def status(config: Path, settings: tuple[str, ...], host: str | None) -> None:
+    """Show the services of CONFIG, or with --host those with ranks on that host; the exit code is 1 unless all of them
+    serve.
 
     Without --set, the settings are those that `up` was given.
     """
-    deployment = state.find(config)
+    deployment = state.find(config, host)
     supervisor = state.supervisor(deployment) if deployment else None
-    services = _load(config, settings or (deployment.settings if deployment else ())).services
+    loaded = _load(config, settings or (deployment.settings if deployment else ()))
+    names = HostPlan.of(loaded, service_names(loaded), host).names if host else loaded.services
+    services = {name: loaded.services[name] for name in names}
     with ThreadPoolExecutor(max_workers=max(1, len(services))) as pool:
         answers = list(pool.map(health.ask, [table.address for table in services.values()]))
     rows = [("SERVICE", "ADDRESS", "STATE", "RANKS", "EPOCH", "SUPERVISOR")]
@@ -156,10 +177,11 @@ def check_health(address: str) -> None:
 
 @main.command()
 @_config_argument
+@_host_option
 @click.pass_obj
-def down(launcher: LaunchOptions, config: Path) -> None:
-    """Stop what `up` of CONFIG started, and return when it is gone."""
-    deployment = state.find(config)
+def down(launcher: LaunchOptions, config: Path, host: str | None) -> None:
+    """Stop what `up` of CONFIG started on this host, and return when it is gone."""
+    deployment = state.find(config, host)
     if deployment is None:
         click.echo(f"{config}: nothing is up")
     elif state.stop(deployment, launcher.grace_s):
@@ -171,6 +193,7 @@ def down(launcher: LaunchOptions, config: Path) -> None:
 @main.command()
 @_config_argument
 @_set_option
+@_host_option
 @click.option("--only", multiple=True, metavar="NAME", help="Check only this service; repeatable.")
 @click.option(
     "--device-memory-gb",
@@ -180,44 +203,51 @@ def down(launcher: LaunchOptions, config: Path) -> None:
     "GPUs, its available memory.",
 )
 def check(
-    config: Path, settings: tuple[str, ...], only: tuple[str, ...], device_memory_gb: float | None
+    config: Path,
+    settings: tuple[str, ...],
+    host: str | None,
+    only: tuple[str, ...],
+    device_memory_gb: float | None,
 ) -> None:
     """Check that `up` could start the services of CONFIG on this host now: packages, models, addresses, reward
-    functions, GPUs; and print
-    the memory that they are predicted to need, by stage, and the device of each rank.
+    functions, GPUs; and print the memory that they are predicted to need, by stage, and the device of each rank.
 
     The exit code is 1 if they are predicted to need more memory than is available.
     """
     loaded = load(config, settings)
-    names = service_names(loaded, only)
+    plan = HostPlan.of(loaded, service_names(loaded, only), host)
+    names = plan.names
     for name in names:
         preflight.check_model(name, loaded.services[name])
     memory_gb = device_memory_gb or loaded.device_memory_gb
-    report = predict_memory(loaded, names, None if memory_gb is None else int(memory_gb * GB))
+    ranks = {name: len(plan.ranks(name)) for name in names}
+    report = predict_memory(loaded, names, None if memory_gb is None else int(memory_gb * GB), ranks)
     if report.services:
         rows = next(iter(report.services.values())).rows
         Console(width=TABLE_WIDTH, highlight=False).print(memory_table(report))
         click.echo(f"for rows of {rows.prompt_tokens} + {rows.response_tokens} tokens; docs/memory.md")
     if report.misfits:
         raise RlhfError("; ".join(report.misfits))
-    preflight.check(loaded, names)
+    preflight.check(loaded, names, plan.elsewhere)
+    check_stores(loaded, plan)
     for name in names:
         preflight.check_function(name, loaded.services[name])
-    gpus = gpus_by_service(loaded, names, visible_gpus(os.environ))
+    gpus = gpus_by_service(loaded, names, visible_gpus(os.environ), plan.host)
     for name in filter(loaded.is_placed, names):
         sees = f" (CUDA_VISIBLE_DEVICES {','.join(gpus[name])})" if name in gpus else ""
         click.echo(f"{name}: {ranks_line(loaded.device_order(name), loaded.services[name].ranks)}{sees}")
-    click.echo(f"{config}: {', '.join(names)} can be started")
+    click.echo(f"{config}: {', '.join(names)} can be started{f' on {plan.host}' if plan.host else ''}")
 
 
 @main.command()
 @_config_argument
 @click.argument("service", required=False)
+@_host_option
 @click.option("--follow", "-f", is_flag=True, help="Keep printing new lines until Ctrl-C.")
-def logs(config: Path, service: str | None, follow: bool) -> None:
+def logs(config: Path, service: str | None, host: str | None, follow: bool) -> None:
     """Show the log of SERVICE, or without it the logs of all services of CONFIG that have one."""
-    deployment = state.find(config)
-    directory = Path(deployment.log_dir) if deployment else _log_dir(config)
+    deployment = state.find(config, host)
+    directory = Path(deployment.log_dir) if deployment else _log_dir(config, host or "")
     services = load(config, deployment.settings if deployment else ()).services
     if service is not None and service not in services:
         raise ConfigError(f"no service {service!r}; there are: {', '.join(services)}")
@@ -238,28 +268,20 @@ def _load(path: Path, settings: tuple[str, ...]) -> Config:
     return config
 
 
-def _log_dir(config: Path) -> Path:
-    """Directory of logs without --log-dir."""
-    return (Path("runs/logs") / config.stem).resolve()
+def _log_dir(config: Path, host: str) -> Path:
+    """Directory of logs without --log-dir; of each host one, since hosts may share the file system."""
+    return (Path("runs/logs") / config.stem / host).resolve()
 
 
-def _up(
-    launcher: LaunchOptions,
-    config_path: Path,
-    settings: tuple[str, ...],
-    log_dir: Path,
-    only: tuple[str, ...],
-) -> None:
-    config = _load(config_path, settings)
-    deployment = Deployment(str(config_path.resolve()), str(log_dir), settings)
+def _up(launcher: LaunchOptions, config: Config, deployment: Deployment, only: tuple[str, ...]) -> None:
     received = _catch_signals()
     with (
         state.claim(deployment, launcher.grace_s),
         Supervisor(config, deployment, only, launcher, say=_say) as supervisor,
     ):
         supervisor.start()
-        if settings:
-            _say(f"with {_flags(settings)}")
+        if deployment.settings:
+            _say(f"with {_flags(deployment.settings)}")
         ready = False
         while not received:
             try:
@@ -278,9 +300,10 @@ def _up(
         sys.exit(128 + signal.SIGINT)
 
 
-def _up_detached(config: Path, settings: tuple[str, ...], log_dir: Path, only: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "deploy", "up", str(config), "--log-dir", str(log_dir)]
-    command += [part for setting in settings for part in ("--set", setting)]
+def _up_detached(config: Path, deployment: Deployment, only: tuple[str, ...]) -> None:
+    log_dir, host = Path(deployment.log_dir), ("--host", deployment.host) if deployment.host else ()
+    command = [sys.executable, "-m", "deploy", "up", str(config), "--log-dir", str(log_dir), *host]
+    command += [part for setting in deployment.settings for part in ("--set", setting)]
     command += [part for name in only for part in ("--only", name)]
     log = log_dir / "supervisor.log"
     try:
@@ -308,7 +331,9 @@ def _up_detached(config: Path, settings: tuple[str, ...], log_dir: Path, only: t
     if not is_ready:
         sys.exit(supervisor.wait())
     click.echo(READY)
-    _say(f"supervisor pid {supervisor.pid}, log {log}; stop with: rlhf-deploy down {config}")
+    _say(
+        f"supervisor pid {supervisor.pid}, log {log}; stop with: rlhf-deploy down {shlex.join((str(config), *host))}"
+    )
 
 
 def _catch_signals() -> list[signal.Signals]:

@@ -30,16 +30,18 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
 
 
 def gpus_by_service(
-    config: Config, names: Sequence[str], visible: Sequence[str]
+    config: Config, names: Sequence[str], visible: Sequence[str], host: str = ""
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the ids of the GPUs that all ranks of a service see, by name of the service. Rank r uses the r-th GPU,
-    since torch, vLLM and DeepSpeed select the GPU with index LOCAL_RANK. The other GPUs of the pool follow, so that
-    they stay visible for peer access. Omits services that compute on the CPU or whose devices are not GPUs.
+    """Returns the ids of the GPUs that all ranks of a service on this host see, by name of the service. The r-th rank
+    here uses the r-th GPU, since torch, vLLM and DeepSpeed select the GPU with index LOCAL_RANK. The other GPUs of the
+    pool follow, so that they stay visible for peer access. Omits services that compute on the CPU or whose devices are
+    not GPUs.
 
     Args:
         config: Configuration of the run.
         names: Names of the services that are started on this host.
         visible: Ids of the GPUs of this host. Empty: services compute on the CPU.
+        host: Name of this host in the config, whose GPUs alone are used. Empty: all GPUs are those of this host.
 
     Raises:
         ConfigError: A GPU is not on this host, or the GPUs of the services are on several hosts.
@@ -48,12 +50,14 @@ def gpus_by_service(
     first: tuple[Gpu, str] | None = None
     for name in names if visible else ():
         for device, gpu in _gpus(config, name):
+            if host and gpu.host not in ("", host):
+                continue
             first = first or (gpu, f"{device} of services.{name}")
             if gpu.host != first[0].host:
                 raise ConfigError(
                     f"services.{name}: {device} is on another host than {first[1]}, and "
-                    "rlhf-deploy starts ranks on this host alone: name the services of this host with --only, and "
-                    "start one whose pool has several hosts by torchrun on each (docs/transfer.md)"
+                    "rlhf-deploy starts ranks on this host alone: name it by --host, and give each service the address "
+                    "of its host (docs/cluster.md)"
                 )
             if gpu.number >= len(visible):
                 raise ConfigError(

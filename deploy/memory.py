@@ -34,7 +34,9 @@ class MemoryReport:
     misfits: Sequence[str]
 
 
-def predict_memory(config: Config, names: Sequence[str], device_bytes: int | None) -> MemoryReport:
+def predict_memory(
+    config: Config, names: Sequence[str], device_bytes: int | None, ranks: Mapping[str, int] | None = None
+) -> MemoryReport:
     """Predicts the memory of services. Reads the config.json of their model directories, and of this host what memory
     it has.
 
@@ -43,11 +45,12 @@ def predict_memory(config: Config, names: Sequence[str], device_bytes: int | Non
         names: Names of the services.
         device_bytes: Memory of one GPU. None: services compute on GPUs of unknown memory where the host has a driver
             for them, else on the CPU. Services whose `device` is cpu always compute there.
+        ranks: Number of ranks on this host, by name of the service. Default: all.
     """
     on_gpu = device_bytes is not None or GPU_DRIVER.exists()
     services, left_out = predict_services(config, names, lambda table: on_gpu and table.device != "cpu")
     if not on_gpu:
-        misfits = _host_misfits(services, _available_bytes())
+        misfits = _host_misfits(config, services, ranks or {}, _available_bytes())
     else:
         on_devices = {name: service for name, service in services.items() if service.on_gpu}
         misfits = [] if device_bytes is None else _device_misfits(config, on_devices, device_bytes)
@@ -122,14 +125,22 @@ def _needs(
             yield footprint.device_bytes + beside, name, stage
 
 
-def _host_misfits(services: Mapping[str, ServiceMemory], available: int) -> list[str]:
-    """Returns a line if all ranks together need more than the host's available memory."""
-    needed = sum(service.ranks * service.on_cpu for service in services.values())
+def _host_misfits(
+    config: Config, services: Mapping[str, ServiceMemory], ranks: Mapping[str, int], available: int
+) -> list[str]:
+    """Returns a line if all ranks on the host together need more than its available memory."""
+    needed = sum(ranks.get(name, service.ranks) * service.on_cpu for name, service in services.items())
     if needed <= available:
         return []
+    may_use_gpus = [name for name in services if config.services[name].device != "cpu"]
+    hint = (
+        "; this host has no GPUs: for a check of a host with GPUs, on which "
+        f"{', '.join(may_use_gpus)} would compute, give the memory of one with --device-memory-gb"
+    )
     return [
         f"services {', '.join(services)}: all ranks together need {needed / GB:.2f} GB of host memory, of which "
         f"{available / GB:.2f} GB are available, {(needed - available) / GB:.2f} GB too little"
+        f"{hint if may_use_gpus else ''}"
     ]
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from controller.config.config import Config
@@ -35,8 +35,13 @@ os._exit(1 if cause else 0)
 started end with it."""
 
 
-def check(config: Config, names: list[str]) -> None:
+def check(config: Config, names: list[str], elsewhere: Collection[str] = ()) -> None:
     """Checks that the services `names` can be started on this host.
+
+    Args:
+        config: Configuration of the run.
+        names: Names of the services.
+        elsewhere: Names of those whose rank 0, which listens on the service's address, is on another host.
 
     Raises:
         ConfigError: torch or another package that they need is not installed, a model directory does not exist,
@@ -54,9 +59,10 @@ def check(config: Config, names: list[str]) -> None:
         check_model_fits(name, config.services[name], config.rollout.max_response_tokens)
     for name in names:
         check_transports(name, config.services[name])
-    for name in names:
-        check_address(name, config.services[name])
-    check_ports({name: config.services[name] for name in names})
+    first_here = {name: config.services[name] for name in names if name not in elsewhere}
+    for name, table in first_here.items():
+        check_address(name, table)
+    check_ports(first_here)
     security = config.security.load()
     for name in names:
         table = config.services[name]
@@ -165,5 +171,5 @@ def _why(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return "is in use; a run uses services that run already without --launch, and rlhf-deploy status shows them"
     if error.errno == errno.EADDRNOTAVAIL:
-        return "is not an address of this host; start the services of this host with --only"
+        return "is not an address of this host; start the services of this host with --host or --only"
     return f"cannot be served: {error.strerror}"

@@ -1,4 +1,4 @@
-"""Deployments of this host: one small file per config, which its supervisor locks.
+"""Deployments of this host: one small file per config and name of the host, which its supervisor locks.
 
 The kernel frees the lock when the supervisor ends, however it ends. So a locked file names a living supervisor, and an
 unlocked one was left by a supervisor that was killed.
@@ -40,6 +40,8 @@ class Deployment:
     """Directory of the logs."""
     settings: tuple[str, ...] = ()
     """Overrides "key.path=value" that it was started with."""
+    host: str = ""
+    """Name of this host in the config, where it has several; else empty."""
     supervisor: int = field(default_factory=os.getpid)
     """Process id of the supervisor."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -56,7 +58,7 @@ def claim(deployment: Deployment, grace_s: float) -> Iterator[None]:
         Refused: The config is up already.
         RlhfError: A process that was left outlives SIGKILL.
     """
-    path = _path(deployment.config)
+    path = _path(deployment)
     with _locked(path) as file:
         if left := _parse(file.read()):
             processes.stop(left.id, grace_s)
@@ -71,12 +73,27 @@ def claim(deployment: Deployment, grace_s: float) -> Iterator[None]:
                 path.unlink()
 
 
-def find(config: Path) -> Deployment | None:
-    """Returns the deployment of a config that is up, or was left by a killed supervisor; None where there is none."""
-    try:
-        return _parse(_path(str(config.resolve())).read_text())
-    except FileNotFoundError:
-        return None
+def find(config: Path, host: str | None = None) -> Deployment | None:
+    """Returns the deployment of a config that is up, or was left by a killed supervisor; None where there is none.
+
+    Args:
+        config: Path of the config.
+        host: Name of the host in the config that it was started for. Default: whichever it is.
+
+    Raises:
+        Refused: The config is up for several hosts, and `host` is None.
+    """
+    resolved = str(config.resolve())
+    found = [
+        deployment
+        for path in sorted(_directory().glob(f"{_key(resolved)}*.json"))
+        if (deployment := _read(path)) and host in (None, deployment.host)
+    ]
+    if len(found) > 1:
+        raise Refused(
+            f"{config} is up for hosts {', '.join(each.host for each in found)}; name one by --host"
+        )
+    return found[0] if found else None
 
 
 def supervisor(deployment: Deployment) -> psutil.Process | None:
@@ -86,7 +103,7 @@ def supervisor(deployment: Deployment) -> psutil.Process | None:
     except psutil.NoSuchProcess:
         return None
     # Looked up before the look at the lock: its holder is the process that has this id now.
-    return process if _is_locked(_path(deployment.config)) else None
+    return process if _is_locked(_path(deployment)) else None
 
 
 def stop(deployment: Deployment, grace_s: float) -> bool:
@@ -108,13 +125,25 @@ def stop(deployment: Deployment, grace_s: float) -> bool:
         )
     processes.stop(deployment.id, grace_s)
     # Not where a new supervisor has the config already.
-    with contextlib.suppress(Refused), _locked(path := _path(deployment.config)):
+    with contextlib.suppress(Refused), _locked(path := _path(deployment)):
         path.unlink()
     return living is not None
 
 
-def _path(config: str) -> Path:
-    return _directory() / f"{hashlib.sha256(config.encode()).hexdigest()[:16]}.json"
+def _path(deployment: Deployment) -> Path:
+    host = f"-{_key(deployment.host)}" if deployment.host else ""
+    return _directory() / f"{_key(deployment.config)}{host}.json"
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read(path: Path) -> Deployment | None:
+    try:
+        return _parse(path.read_text())
+    except FileNotFoundError:
+        return None
 
 
 def _directory() -> Path:
@@ -171,9 +200,10 @@ def _locked(path: Path) -> Iterator[TextIO]:
 
 
 def _already_up(holder: Deployment) -> str:
+    host = f" --host {holder.host}" if holder.host else ""
     return (
         f"{holder.config} is up already (supervisor pid {holder.supervisor}, logs in {holder.log_dir}); "
-        f"stop it first: rlhf-deploy down {holder.config}"
+        f"stop it first: rlhf-deploy down {holder.config}{host}"
     )
 
 

@@ -14,22 +14,33 @@ from controller.config.config import Config
 from deploy import preflight, processes, with_parent
 from deploy.devices import gpu_variables, gpus_by_service, visible_gpus
 from deploy.health import Probe
+from deploy.hosts import HostPlan, check_stores, store_address, store_listens_on
 from deploy.launch import Job, LaunchOptions, environment
 from deploy.logs import evidence, explain_exit
+from deploy.peers import PeerWatch
 from deploy.state import Deployment
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
-from rlhf.rendezvous import LocalRendezvous, rank_environment
+from rlhf.rendezvous import RANK_0, LocalRendezvous, rank_environment
 from settings.service import ServiceTable
 
 
 @dataclass
 class _Service:
-    """A started service; `processes` are its ranks in order."""
+    """A started service.
+
+    Attributes:
+        ranks: Its ranks on this host.
+        processes: Their processes, in order.
+        rendezvous: Where they meet; None for ranks on several hosts.
+        peers: Watch of the ranks on other hosts; None where there are none.
+    """
 
     name: str
     table: ServiceTable
+    ranks: range
     processes: list[subprocess.Popen[bytes]]
-    rendezvous: LocalRendezvous
+    rendezvous: LocalRendezvous | None
+    peers: PeerWatch | None
     probe: Probe
     log: Path
     started: float = field(default_factory=time.monotonic)
@@ -57,17 +68,18 @@ class Supervisor:
         Args:
             config: Config of the run, with the tables of the services.
             deployment: Gives the path of the config and its overrides, which the ranks read, the id that their
-                environment has, and the directory of the logs (a file per service, NAME.log).
-            only: Names of the services to start; empty: all that are not external.
+                environment has, the directory of the logs (a file per service, NAME.log), and the name of this host.
+            only: Names of the services to start; empty: all that are not external. Of them, the ranks on this host are
+                started.
             launcher: Command line of the ranks and grace of `stop`. Default: `LaunchOptions()`.
             say: Called with a line when a service has started and when it is healthy.
 
         Raises:
-            ConfigError: `only` names a service that the config does not have.
+            ConfigError: `only` names a service that the config does not have, or see `HostPlan.of`.
         """
         self._config = config
         self._deployment = deployment
-        self._names = service_names(config, only)
+        self._plan = HostPlan.of(config, service_names(config, only), deployment.host or None)
         self._launcher = launcher or LaunchOptions()
         self._say = say
         self._log_dir = Path(deployment.log_dir)
@@ -87,28 +99,35 @@ class Supervisor:
             ConfigError: A service cannot run on this host; nothing was started.
             RlhfError: A log cannot be written.
         """
-        preflight.check(self._config, self._names)
-        self._gpus = gpus_by_service(self._config, self._names, visible_gpus(os.environ))
-        for name in self._names:
+        plan = self._plan
+        preflight.check(self._config, plan.names, plan.elsewhere)
+        check_stores(self._config, plan)
+        self._gpus = gpus_by_service(self._config, plan.names, visible_gpus(os.environ), plan.host)
+        for name in plan.names:
             self._start(name)
 
     def poll(self) -> bool:
         """Returns, without blocking, whether all services are healthy: each has answered a health check with SERVING
-        once. A service that was healthy is then only watched for ranks that end.
+        once. A service that was healthy is then only watched for ranks that end, and for those on other hosts that no
+        longer answer.
 
         Raises:
-            ServiceLost: A rank of a service has ended; the text names the service and the cause.
+            ServiceLost: A rank of a service has ended, or does not answer; the text names the service and the cause.
             DeadlineExceeded: A service is not healthy within its `startup_timeout_s`.
         """
         for service in self._services:
-            codes = {rank: process.poll() for rank, process in enumerate(service.processes)}
+            codes = {
+                rank: process.poll() for rank, process in zip(service.ranks, service.processes, strict=True)
+            }
             ended = {rank: code for rank, code in codes.items() if code is not None}
             if ended:
-                cause = explain_exit(ended, len(codes), service.log)
+                cause = explain_exit(ended, service.table.ranks, service.log)
                 raise ServiceLost(f"service {service.name}: {cause}")
         for service in self._services:
             if not service.healthy:
                 self._look_for_health(service)
+            elif service.peers:
+                service.peers.poll()
         return all(service.healthy for service in self._services)
 
     def stop(self) -> None:
@@ -122,7 +141,10 @@ class Supervisor:
         for service in self._services:
             for process in service.processes:
                 process.wait()
-            service.rendezvous.close()
+            if service.rendezvous:
+                service.rendezvous.close()
+            if service.peers:
+                service.peers.close()
             service.probe.close()
         self._services.clear()
 
@@ -136,17 +158,23 @@ class Supervisor:
             settings=self._deployment.settings,
         )
         log = self._log_dir / f"{name}.log"
-        service = _Service(name, table, [], LocalRendezvous(), Probe(table.address), log)
+        ranks, spans = self._plan.ranks(name), self._plan.spans(name)
+        peers = PeerWatch(name, table.address, self._plan.first_ranks_elsewhere(name)) if spans else None
+        local = None if spans else LocalRendezvous()
+        service = _Service(name, table, ranks, [], local, peers, Probe(table.address), log)
         # Registered before its first rank starts, so that `stop` ends every rank that has started.
         self._services.append(service)
         gpus = self._gpus.get(name, ())
         common = {**environment(table, self._deployment.id), **gpu_variables(gpus, os.environ)}
         with self._open(log) as sink:
-            for rank in range(table.ranks):
-                own = rank_environment(rank, table.ranks, service.rendezvous.path)
+            for rank in ranks:
+                place = (
+                    local.path if local else f"{RANK_0}{(store_address if rank else store_listens_on)(table)}"
+                )
+                own = rank_environment(rank, table.ranks, place, ranks, self._plan.number(name))
                 service.processes.append(self._start_rank(job, {**common, **own}, sink))
         where = f", GPUs {', '.join(gpus)}" if gpus else ""
-        self._say(f"{name}: started, {_ranks(table)} at {table.address}{where}, log {log}")
+        self._say(f"{name}: started, {_ranks(table, ranks)} at {table.address}{where}, log {log}")
 
     def _start_rank(self, job: Job, variables: dict[str, str], sink: BinaryIO) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -194,5 +222,8 @@ def service_names(config: Config, only: tuple[str, ...] = ()) -> list[str]:
     ]
 
 
-def _ranks(table: ServiceTable) -> str:
+def _ranks(table: ServiceTable, here: range) -> str:
+    if len(here) < table.ranks:
+        some = f"rank {here[0]}" if len(here) == 1 else f"ranks {here[0]} to {here[-1]}"
+        return f"{some} of {table.ranks}"
     return "1 rank" if table.ranks == 1 else f"{table.ranks} ranks"

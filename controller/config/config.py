@@ -52,8 +52,9 @@ class Config(Strict):
     docs/memory.md. Default: all stay on their devices."""
     pools: dict[str, list[str]] = {}
     """Resource pools: names of devices by name of the pool. Rank r of a service on a pool takes device number r of it.
-    A device may be in several pools. gpu:N is GPU N of the host, which the launcher gives to the rank; HOST/gpu:N where
-    pools have GPUs of several hosts. Any other name only tells which services share the device."""
+    A device may be in several pools. gpu:N is GPU N of the host, which the launcher gives to the rank; HOST/gpu:N, or
+    HOST/cpu:N, where pools are on several hosts, each of which starts its own ranks. Any other name only tells which
+    services share the device."""
     rewards: dict[str, dict[str, float]] = {}
     """Rewards and costs that are weighted sums of several services: by the name that an algorithm or a source uses,
     the weight of each service."""

@@ -1,5 +1,6 @@
 """Devices of services: rank r of a service takes device number r of its pool or placement. A name gpu:N, or HOST/gpu:N,
-is GPU N of a host; any other name only tells which services share the device. Pure functions."""
+is GPU N of a host, HOST/cpu:N is on a host too; any other name only tells which services share the device. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _GPU = re.compile(r"(?:(?P<host>.+)/)?gpu:(?P<number>0|[1-9]\d*)")
+_OF_HOST = re.compile(r"(?P<host>.+)/(?:gpu|cpu):(?:0|[1-9]\d*)")
 _ALMOST = re.compile(r"(?i)(?:.+/)?(?:gpu|cuda)[\s:/_-]*(?P<number>\d+)")
 
 SHOWN_RANKS = 8
@@ -30,6 +32,12 @@ def gpu_of(device: str) -> Gpu | None:
     """Returns the GPU that a device's name is bound to; None for a name that is bound to none."""
     found = _GPU.fullmatch(device)
     return Gpu(found["host"] or "", int(found["number"])) if found else None
+
+
+def host_of(device: str) -> str:
+    """Returns the host in a device's name, HOST/gpu:N or HOST/cpu:N; empty for a name without one."""
+    found = _OF_HOST.fullmatch(device)
+    return found["host"] if found else ""
 
 
 def check_names(key: str, devices: Sequence[str]) -> None:

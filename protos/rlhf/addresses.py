@@ -91,6 +91,15 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
+def names_loopback(host: str) -> bool:
+    """Returns whether a host is localhost or an IP address of loopback. Looks no name up: many hosts resolve their own
+    name to loopback."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
 def is_loopback(host: str) -> bool:
     """Returns whether only this host can connect to a server that listens on `host`: a name or address whose IP
     addresses are all of loopback. False for a wildcard and for a name that is not known."""

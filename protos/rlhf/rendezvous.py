@@ -1,8 +1,8 @@
 """The environment variable RLHF_RENDEZVOUS, by which a launcher tells the ranks of one service where to rendezvous.
 
-Its value is either the path of a file that only processes of this user can open, or `tcp://HOST:PORT`, where a torch
-store listens on that host's interface alone. If it is not set, the ranks use the rendezvous of torchrun's own
-backends.
+Its value is the path of a file that only processes of this user can open, or, for ranks on several hosts,
+`tcp://HOST:PORT`, where a torch store of torchrun listens on that host's interface alone, or `rank0://HOST:PORT`, where
+rank 0 opens such a store. If it is not set, the ranks use the rendezvous of torchrun's own backends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 VARIABLE = "RLHF_RENDEZVOUS"
 TCP = "tcp://"
+RANK_0 = "rank0://"
 
 
 class LocalRendezvous:
@@ -33,21 +34,25 @@ class LocalRendezvous:
         os.close(self._descriptor)
 
 
-def rank_environment(rank: int, ranks: int, rendezvous: str) -> dict[str, str]:
-    """Returns the environment variables of one rank of a service whose ranks are all on this host, named as by
-    torchrun.
+def rank_environment(
+    rank: int, ranks: int, rendezvous: str, here: range | None = None, host: int = 0
+) -> dict[str, str]:
+    """Returns the environment variables of one rank of a service, named as by torchrun.
 
     Args:
         rank: Rank of the process.
         ranks: Number of ranks of the service.
         rendezvous: Value of RLHF_RENDEZVOUS.
+        here: Ranks on this host. Default: all.
+        host: Number of this host among those of the service, from 0, the host of rank 0.
     """
+    here = here or range(ranks)
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(here.index(rank)),
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(len(here)),
+        "GROUP_RANK": str(host),
         VARIABLE: rendezvous,
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import platform
 import socket
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from nccl_transfer.refs.shards import Endpoint
+from rlhf.addresses import names_loopback
 from rlhf.errors import ConfigError
 from rlhf.rendezvous import is_on_one_host
 from settings.service import ServiceTable
@@ -115,14 +115,14 @@ def check_reachable(endpoints: Sequence[Endpoint], listen: str) -> None:
     if len(hosts) == 1:
         return
     for endpoint in endpoints:
-        if _is_loopback(endpoint.address.rpartition(":")[0]):
+        if names_loopback(endpoint.address.rpartition(":")[0]):
             raise ConfigError(
                 f"services.{endpoint.service}.address: ranks are on {len(hosts)} hosts, and rank {endpoint.rank} is at "
                 f"{endpoint.address}, where only its own host reaches it"
             )
     # Many hosts resolve their own name to loopback (Debian: 127.0.1.1), and other hosts do not.
     address = _address_of(listen)
-    if address is not None and _is_loopback(address):
+    if address is not None and names_loopback(address):
         raise ConfigError(
             f"services.{endpoints[0].service}.bind_host: ranks are on {len(hosts)} hosts, and {listen}, where they "
             f"listen on this one, is {address} here; name an address that others reach"
@@ -135,10 +135,3 @@ def _address_of(host: str) -> str | None:
         return str(socket.getaddrinfo(host.strip("[]"), None)[0][4][0])
     except OSError:
         return None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -20,7 +20,7 @@ from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.refs.wire_ranks import endpoint_from_proto, endpoint_to_proto
 from rlhf.errors import OutOfStep, PeerFailed
-from rlhf.rendezvous import TCP, VARIABLE
+from rlhf.rendezvous import RANK_0, TCP, VARIABLE
 from rlhf.v1 import common_pb2
 
 if TYPE_CHECKING:
@@ -110,19 +110,27 @@ class Ranks:
         return (pipeline, tensor) == (0, 0)
 
     @staticmethod
-    def join(needs_torch: bool, model_mesh: Mesh | None = None) -> Ranks:
+    def join(
+        needs_torch: bool,
+        model_mesh: Mesh | None = None,
+        table: str = "{}",
+        timeout_s: float = RENDEZVOUS_TIMEOUT_S,
+    ) -> Ranks:
         """Joins the other ranks of this service, at the rendezvous that environment variables name
         (`rlhf.rendezvous`), and initializes torch's default process group. Collective.
 
         Args:
             needs_torch: Whether a single rank also gets a process group. Several ranks always get one.
             model_mesh: Training mesh of a model that is sharded by pipeline or tensor parallelism. Default: none.
+            table: The service's table as JSON, which ranks that rlhf-deploy has started on several hosts compare.
+            timeout_s: How long these ranks wait for each other, in seconds.
 
         Returns:
             The ranks, without endpoints; `exchange` fills these in.
 
         Raises:
-            OutOfStep: A rank did not join within RENDEZVOUS_TIMEOUT_S.
+            OutOfStep: A rank did not join within RENDEZVOUS_TIMEOUT_S, or `timeout_s` on several hosts.
+            ConfigError: Ranks on several hosts do not fit together; see `stores.enter`.
         """
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         epoch = time.time_ns() // 1_000_000
@@ -134,7 +142,7 @@ class Ranks:
 
         from services.runtime.process_groups import COLLECTIVE_TIMEOUT  # imports torch
 
-        base = _open_store(rank, size)
+        base = _open_store(rank, size, table, timeout_s)
         store = PrefixStore("rlhf-cluster", base)
         epoch = _meet(store, rank, size, epoch)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT_COLLECTIVES))
@@ -304,16 +312,21 @@ def _wait_for_all(store: Store, key: str, rank: int, size: int) -> None:
         ) from None
 
 
-def _open_store(rank: int, size: int) -> Store:
+def _open_store(rank: int, size: int, table: str, several_hosts_s: float) -> Store:
     """Opens the torch.distributed store of a service, at the rendezvous that environment variables name; a store in
-    this process's memory if `size` is 1."""
+    this process's memory if `size` is 1. The arguments are those of `join`."""
     from torch.distributed import FileStore, HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
+
+    from services.runtime.stores import enter, store_of_rank_0  # imports torch
 
     timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     place = os.environ.get(VARIABLE, "")
     if size == 1:
         store = HashStore()
+    elif place.startswith(RANK_0):
+        store = store_of_rank_0(place.removeprefix(RANK_0), rank, several_hosts_s)
+        enter(store, rank, size, table, several_hosts_s)
     elif place.startswith(TCP):
         host, _, port = place.removeprefix(TCP).rpartition(":")
         store = TCPStore(

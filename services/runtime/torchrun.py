@@ -11,9 +11,7 @@ torchrun loads `handler` by the entry point group `torchrun.handlers`.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
-from datetime import timedelta
 
 from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import (
@@ -25,6 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from rlhf.rendezvous import TCP, VARIABLE, LocalRendezvous
+from services.runtime.stores import connected_store, listening_store
 
 BACKEND = "rlhf"
 TIMEOUT_S = 600.0
@@ -133,34 +132,10 @@ class SeveralHosts(_Backend):
         """
         if self._store is not None:
             raise RendezvousClosedError(f"--rdzv-backend {BACKEND} over several hosts cannot restart ranks")
-        self._store = self._listen() if self._rank == 0 else self._connect()
+        # Another host waits up to TIMEOUT_S for the start of the first one's store.
+        open_store = listening_store if self._rank == 0 else connected_store
+        self._store = open_store(self._host, self._port, TIMEOUT_S)
         host = f"[{self._host}]" if ":" in self._host else self._host
         os.environ[VARIABLE] = f"{TCP}{host}:{self._port}"
         store = PrefixStore("torchrun", self._store)
         return RendezvousInfo(store, self._rank, self._hosts, RendezvousStoreInfo(self._host, self._port))
-
-    def _listen(self) -> TCPStore:
-        """Opens the store on `host` and `port`; raises OSError if this host cannot listen there."""
-        # A TCPStore that binds by itself listens on every interface, whatever host it is given.
-        family, *_, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        return TCPStore(
-            self._host,
-            self._port,
-            is_master=True,
-            timeout=timedelta(seconds=TIMEOUT_S),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-    def _connect(self) -> TCPStore:
-        """Connects to the first host's store, for whose start it waits up to TIMEOUT_S."""
-        return TCPStore(
-            self._host,
-            self._port,
-            is_master=False,
-            timeout=timedelta(seconds=TIMEOUT_S),
-            wait_for_workers=False,
-        )

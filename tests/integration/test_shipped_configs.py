@@ -34,6 +34,8 @@ CHORES = {
     "deploy/pipeline/ppo.toml": "pipeline",
 }
 """The chore of the Makefile that executes a config as it is, with its data."""
+ON_HOSTS = {"deploy/examples/two_nodes.toml": "test_two_hosts.py"}
+"""The test beside this file that executes a config of several hosts."""
 SIZES = ("run.steps=1", "run.evaluate_every=0", "algorithm.mini_batch_size=16")
 
 
@@ -51,14 +53,16 @@ def processes() -> Iterator[Processes]:
 
 
 def test_every_shipped_config_is_executed_and_the_docs_say_where() -> None:
-    assert shipped() == EXECUTED.keys() | CHORES.keys()
+    assert shipped() == EXECUTED.keys() | CHORES.keys() | ON_HOSTS.keys()
     assert not EXECUTED.keys() & CHORES.keys()
     chores = (ROOT / "Makefile").read_text()
     page = (ROOT / "CONTRIBUTING.md").read_text()
     for path, chore in CHORES.items():
         assert f"\n{chore}:" in chores
         assert Path(path).name in page
-    assert all(Path(path).name in page for path in EXECUTED)
+    assert all(Path(path).name in page for path in (*EXECUTED, *ON_HOSTS))
+    for path, test in ON_HOSTS.items():
+        assert Path(path).name in Path(__file__).with_name(test).read_text()
 
 
 @pytest.mark.slow

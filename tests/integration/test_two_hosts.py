@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,21 @@ from pathlib import Path
 import grpc
 import pytest
 
-from controller.config.config import Config
+from controller.config.config import Config, load
 from controller.tracking.metrics import read_metrics
 from deploy.certificates import TABLE, write_certificates
-from integration.harness import Processes, Service, free_ports, is_listening, wait_until, write_config
+from deploy.peers import PEER_TIMEOUT_S
+from integration.conftest import Task
+from integration.harness import (
+    ROOT,
+    Processes,
+    Service,
+    free_ports,
+    is_listening,
+    wait_for_line,
+    wait_until,
+    write_config,
+)
 from integration.listeners import attack, is_any, listeners
 from rlhf.errors import OutOfStep, ServiceLost
 from rlhf.security import adopted
@@ -37,6 +49,13 @@ pytestmark = [
     ),
 ]
 ROLES = ("actor", "critic", "reference", "reward")
+TWO_NODES = ROOT / "deploy" / "examples" / "two_nodes.toml"
+CERTIFICATE = {
+    "ca": "certs/ca.pem",
+    "certificate": "certs/service.pem",
+    "key": "certs/service.key",
+    **{f"{access}_token_file": f"certs/{access}.token" for access in ("read", "call", "administer")},
+}
 THERE = ("critic", "reward")
 """Roles on the other host; the actor, the reference and the controller run on this one."""
 PORT = 29411
@@ -180,6 +199,56 @@ def on_both(role: str, hosts: TwoHosts, path: Path, port: int) -> list[tuple[str
     return [(*here, "--set", f"services.{role}.bind_host=0.0.0.0"), hosts.on_there(*there)]
 
 
+def few_rows(addresses: Mapping[str, str], steps: int) -> tuple[str, ...]:
+    """Settings of the shipped config of two nodes: addresses, steps, few rows, and a reward that differs between the
+    responses of an untrained model."""
+    at = (f"services.{role}.address='{address}'" for role, address in addresses.items())
+    # With matmul = "auto" each service measures for itself, and two that are started at different loads may differ.
+    same = (f"services.{role}.matmul=mkl" for role in addresses)
+    sizes = ("data.prompts_per_step=32", "algorithm.mini_batch_size=16", "run.evaluate_every=0")
+    reward = "services.reward.function='toy_rewards:digit_mean'"
+    return (*at, *same, *sizes, reward, f"run.steps={steps}")
+
+
+def flags(settings: Iterable[str]) -> tuple[str, ...]:
+    return tuple(part for setting in settings for part in ("--set", setting))
+
+
+@pytest.fixture
+def nodes(hosts: TwoHosts, task: Task, tmp_path: Path) -> dict[str, str]:
+    """Addresses of the services of the shipped config, node-0 being this host, and a working directory with all that
+    the config names. Paths of the two hosts are the same, as on a file system that they share."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "arithmetic").symlink_to(task.directory)
+    write_certificates(tmp_path / "certs", ("rlhf",), days=1)
+    places = {"node-0": hosts.here, "node-1": hosts.there}
+    tables = load(TWO_NODES).services
+    names = {role: table.address.rpartition(":")[0] for role, table in tables.items()}
+    here = iter(free_ports(len(tables)))
+    return {
+        role: f"{places[name]}:{next(here) if name == 'node-0' else PORT + number}"
+        for number, (role, name) in enumerate(names.items())
+    }
+
+
+@contextmanager
+def up_on_both(
+    hosts: TwoHosts, settings: tuple[str, ...], directory: Path
+) -> Iterator[tuple[Processes, subprocess.Popen[str], subprocess.Popen[str]]]:
+    """`rlhf-deploy up` of the shipped config on both hosts, once both are ready. This host is found by its address; the
+    other is told its name."""
+    command = ("rlhf-deploy", "up", str(TWO_NODES), *flags(settings))
+    processes = Processes()
+    try:
+        here = processes.start(*command, cwd=directory)
+        there = processes.start(*hosts.on_there(*command, "--host", "node-1"), cwd=directory)
+        for each in (here, there):
+            wait_for_line(each, "ready\n", 110)
+        yield processes, here, there
+    finally:
+        processes.kill()
+
+
 def traffic_of(config: Config) -> dict[str, dict[str, int]]:
     """Bytes that reached each service, by transport."""
     traffic = {}
@@ -295,3 +364,102 @@ def test_services_with_certificates_on_two_hosts_give_the_numbers_of_one(
     assert outcome == one_host
     assert set(traffic["reference"]) == {"memfd"}
     assert set(traffic["critic"]) == {"tcp"}
+
+
+def test_one_command_on_each_host_starts_its_ranks_and_gives_the_numbers_of_one_host(
+    hosts: TwoHosts, nodes: dict[str, str], tmp_path: Path
+) -> None:
+    """The shipped config, with certificates and tokens, and its run on one host."""
+    run_it = ("rlhf-controller", "--algo", "ppo", "--config", str(TWO_NODES))
+    outcomes: list[Outcome] = []
+
+    def run_two_steps(processes: Processes, *arguments: str) -> None:
+        directory = tmp_path / "runs" / f"run-{len(outcomes)}"
+        controller = processes.start(
+            *run_it, *arguments, *flags([f"run.directory={directory}"]), cwd=tmp_path
+        )
+        out, err = controller.communicate(timeout=150)
+        assert controller.returncode == 0, out + err
+        (made,) = directory.glob("two-nodes-*")
+        outcomes.append(Outcome.of(made))
+
+    settings = few_rows(nodes, steps=2)
+    with up_on_both(hosts, settings, tmp_path) as (processes, here, there):
+        run_two_steps(processes, *flags(settings))
+        security = (*settings, *(f"security.{key}={tmp_path / name}" for key, name in CERTIFICATE.items()))
+        with adopted(load_security(TWO_NODES, security)):
+            service = Service("actor", nodes["actor"])
+            reached = [address.rpartition(":")[0] for address in service.addresses]
+            service.close()
+        ask = ("rlhf-deploy", "status", str(TWO_NODES), "--host")
+        shown = [processes.start(*ask, f"node-{n}", cwd=tmp_path).communicate(timeout=30)[0] for n in (0, 1)]
+        for host in ("node-0", "node-1"):
+            down = processes.start("rlhf-deploy", "down", str(TWO_NODES), "--host", host)
+            assert down.communicate(timeout=60) == (f"{TWO_NODES}: stopped\n", "")
+        said = [each.communicate(timeout=10)[1] for each in (here, there)]
+        assert not processes.living()
+        alone = {role: f"127.0.0.1:{port}" for role, port in zip(ROLES, free_ports(len(ROLES)), strict=True)}
+        run_two_steps(processes, "--launch", *flags(few_rows(alone, steps=2)))
+    assert outcomes[0] == outcomes[1]
+    assert [line["step"] for line in outcomes[0].numbers] == [0, 1, 2]
+    assert all(line["actor/grad_norm"] > 0 for line in outcomes[0].numbers[1:])
+    assert reached == [hosts.here, hosts.there]
+    services = [{line.split()[0] for line in each.splitlines() if "serving" in line} for each in shown]
+    assert services == [{"actor", "reference"}, {"actor", "critic", "reward"}]
+    assert (here.returncode, there.returncode) == (0, 0)
+    assert "actor: started, rank 0 of 2" in said[0]
+    assert "actor: started, rank 1 of 2" in said[1]
+    logs = tmp_path / "runs" / "logs" / "two_nodes"
+    assert {log.stem for log in (logs / "node-0").glob("*.log")} == services[0]
+    assert {log.stem for log in (logs / "node-1").glob("*.log")} == services[1]
+
+
+def test_a_host_whose_supervisor_is_killed_ends_the_run_and_the_services_of_the_other(
+    hosts: TwoHosts, nodes: dict[str, str], tmp_path: Path
+) -> None:
+    settings = few_rows(nodes, steps=1000)
+    with up_on_both(hosts, settings, tmp_path) as (processes, here, there):
+        controller = processes.start(
+            *("rlhf-controller", "--algo", "ppo", "--config", str(TWO_NODES), *flags(settings)), cwd=tmp_path
+        )
+        wait_until(lambda: [*tmp_path.glob("runs/two-nodes-*/metrics.jsonl")], 60, "the run's first step")
+        there.kill()
+        _, err = controller.communicate(timeout=90)
+        assert controller.returncode == 1, err
+        assert re.search(r"^error: (actor rank 1|critic rank 0|reward rank 0) \(", err, re.MULTILINE), err
+        _, said = here.communicate(timeout=END_S)
+        assert here.returncode == 1, said
+        assert re.search(r"^error: service actor: ", said, re.MULTILINE), said
+        wait_until(lambda: not processes.living(), END_S, "the end of all processes on both hosts")
+
+
+def test_a_host_that_is_killed_between_runs_ends_the_services_of_the_other(
+    hosts: TwoHosts, nodes: dict[str, str], tmp_path: Path
+) -> None:
+    with up_on_both(hosts, few_rows(nodes, steps=1), tmp_path) as (processes, here, there):
+        there.kill()
+        _, said = here.communicate(timeout=PEER_TIMEOUT_S + END_S)
+        assert here.returncode == 1, said
+        assert f"error: service actor: rank 1 on node-1, at {hosts.there}:" in said
+        wait_until(lambda: not processes.living(), END_S, "the end of all processes on both hosts")
+
+
+def test_hosts_with_different_configs_say_which_keys_differ(
+    hosts: TwoHosts, nodes: dict[str, str], tmp_path: Path
+) -> None:
+    command = ("rlhf-deploy", "up", str(TWO_NODES), "--only", "actor", *flags(few_rows(nodes, steps=1)))
+    processes = Processes()
+    try:
+        here = processes.start(*command, "--host", "node-0", cwd=tmp_path)
+        other = hosts.on_there(*command, "--host", "node-1", "--set", "services.actor.threads=2")
+        there = processes.start(*other, cwd=tmp_path)
+        for each in (here, there):
+            _, said = each.communicate(timeout=90)
+            assert each.returncode == 1
+            assert said.splitlines()[-1] == (
+                "error: service actor: rank 1 was started with another config than rank 0: threads is 2 there and 1 on "
+                "rank 0"
+            )
+        assert not processes.living()
+    finally:
+        processes.kill()

@@ -145,12 +145,12 @@ def test_a_placement_without_names_takes_the_gpus_of_its_host_in_order() -> None
         (
             ("pools.right=['b/gpu:0','b/gpu:1']",),
             "0123",
-            r"services.rollout: b/gpu:0 is on another host than gpu:2 of services.actor, .*with --only",
+            r"services.rollout: b/gpu:0 is on another host than gpu:2 of services.actor, .*name it by --host",
         ),
         (
             ("pools.left=['a/gpu:0','b/gpu:0']", "pools.right=['a/gpu:2','a/gpu:3']"),
             "0123",
-            r"services.actor: b/gpu:0 is on another host than a/gpu:0 of services.actor, .*by torchrun on each",
+            r"services.actor: b/gpu:0 is on another host than a/gpu:0 of services.actor, .*name it by --host",
         ),
     ],
 )
