@@ -68,7 +68,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
             seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
             return worker
 
-        def join(**_: Any) -> Ranks:
+        def join(*_: Any, **__: Any) -> Ranks:
             raise Stopped
 
         monkeypatch.setattr(main.Ranks, "join", join)
@@ -223,7 +223,7 @@ def test_only_ranks_that_compute_on_gpus_have_nccl(
         assert given == [backend]
     else:
         monkeypatch.setenv("WORLD_SIZE", "2")
-        monkeypatch.setattr("services.runtime.ranks._open_store", lambda rank, size: cast(Any, None))
+        monkeypatch.setattr("services.runtime.ranks._open_store", lambda *_: cast(Any, None))
         monkeypatch.setattr("services.runtime.ranks._meet", lambda *_: 1)
         monkeypatch.setattr("torch.distributed.PrefixStore", lambda *_: None)
         with pytest.raises(Stopped):
