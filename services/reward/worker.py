@@ -11,6 +11,7 @@ from services.reward.function_scorer import AsyncFunctionScorer, FunctionScorer
 from services.reward.functions import is_awaited, truth_reader
 from services.reward.judge import JudgeScorer
 from services.reward.processes import ProcessScorer
+from services.reward.remote import RemoteScorer
 from services.reward.sandbox.scorer import SandboxScorer
 from services.reward.scorers.base import Scorer, score_request
 from services.runtime.ranks import Ranks
@@ -27,6 +28,8 @@ def make_scorer(table: RewardTable) -> Scorer:
         return SandboxScorer(table.sandbox)
     if table.kind == "judge":
         return JudgeScorer(table.judge)
+    if table.kind == "http":
+        return RemoteScorer(table.http)
     if table.processes or truth_reader(table.function):
         processes = table.processes or len(os.sched_getaffinity(0))
         return ProcessScorer(table.function, table.options, processes, table.row_timeout_s)
