@@ -20,6 +20,8 @@ ACCEPTED = (
 """Accepted signatures, for messages."""
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRL = ("prompts", "completions", "ground_truth")
+_TRL_TRAINER = frozenset({"completion_ids", "environments", "log_extra", "log_metric", "trainer_state"})
+"""Arguments that TRL's trainer gives, and that are not there where a service scores."""
 
 
 def convention_of(function: Callable[..., Any]) -> Convention:
@@ -30,6 +32,14 @@ def convention_of(function: Callable[..., Any]) -> Convention:
         return "verl"
     is_ours = "prompt" in names or getattr(function, "over_groups", False)
     return "trl" if "completions" in names and not is_ours else "ours"
+
+
+def reads_messages(function: Callable[..., Any]) -> bool:
+    """Returns whether a function of TRL reads conversations in place of texts: its parameter `completions` is annotated
+    with dictionaries, as `list[list[dict[str, str]]]` of TRL's own rewards is, or it has the attribute
+    `conversational`."""
+    annotation = str(_parameters(function)["completions"].annotation)
+    return "dict" in annotation.lower() or bool(getattr(function, "conversational", False))
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -80,7 +90,7 @@ def _check(
             signature.bind("", "", "", {}, **options)
         elif convention == "verl":
             signature.bind(**_taken(function, dict.fromkeys(given, "")), **options)
-        elif missing := {"completion_ids", "trainer_state"} & _required(signature):
+        elif missing := _TRL_TRAINER & _required(signature):
             raise TypeError(f"there is no {' and no '.join(sorted(missing))} here")
         else:
             columns = dict.fromkeys({*given, *_required(signature)} - options.keys())
@@ -113,8 +123,9 @@ def _ground_truth(metadata: Mapping[str, Any], text: str) -> Any:
 
 def _from_trl(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Adapts a reward of TRL: passes one list per argument, by name. The columns are the fields of the metadata, with
-    None for a row that lacks one."""
+    None for a row that lacks one. If it `reads_messages`, each prompt and each completion is a list of one message."""
     required = _required_or_none(function) - options.keys()
+    asks_for_messages = reads_messages(function)
 
     def score(
         prompts: Sequence[str],
@@ -124,7 +135,11 @@ def _from_trl(name: str, function: Callable[..., Any], options: Mapping[str, Any
     ) -> Any:
         fields = dict.fromkeys(field for row in metadata for field in row)
         columns = {field: [row.get(field) for row in metadata] for field in fields if field not in options}
-        columns |= dict(zip(_TRL, map(list, (prompts, responses, ground_truths)), strict=True))
+        columns |= {
+            "prompts": _messages("user", prompts) if asks_for_messages else list(prompts),
+            "completions": _messages("assistant", responses) if asks_for_messages else list(responses),
+            "ground_truth": list(ground_truths),
+        }
         if missing := sorted(required - columns.keys()):
             raise InvalidRequest(
                 f"{name} needs {', '.join(missing)}; the rows have {', '.join(sorted(columns))}"
@@ -132,6 +147,10 @@ def _from_trl(name: str, function: Callable[..., Any], options: Mapping[str, Any
         return function(**_taken(function, columns), **options)
 
     return score
+
+
+def _messages(role: str, texts: Sequence[str]) -> list[list[dict[str, str]]]:
+    return [[{"role": role, "content": text}] for text in texts]
 
 
 def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

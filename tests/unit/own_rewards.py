@@ -59,6 +59,21 @@ def trl_columns(
     return [None if of is None else of + (text == truth) + bonus for _, text, of, truth in rows]
 
 
+def trl_messages(completions: list[list[dict[str, str]]], prompts: Any, **columns: Any) -> list[float]:
+    """As TRL's own rewards have it, of conversations."""
+    assert [message["role"] for each in completions for message in each] == ["assistant"] * len(completions)
+    assert [each[0]["content"] for each in prompts] == ["p"] * len(prompts)
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def trl_declared(completions, **columns):  # type: ignore[no-untyped-def]
+    """The same without annotations."""
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+trl_declared.conversational = True  # type: ignore[attr-defined]
+
+
 async def trl_async(completions: list[str], **columns: Any) -> list[float]:
     """As newer TRL has it."""
     await asyncio.sleep(0)

@@ -133,6 +133,11 @@ def test_a_reward_of_trl_gets_the_columns_that_it_names(processes: int) -> None:
     assert found == [11, 13, alone if processes else "score is not a number: None"]
 
 
+@pytest.mark.parametrize("function", ["trl_messages", "trl_declared"])
+def test_a_reward_of_trl_that_reads_conversations_gets_messages(function: str, processes: int) -> None:
+    assert scored(table(function, processes=processes), rows("a", "aaa"))[0] == [1, 3]
+
+
 def test_a_column_that_no_row_has_is_an_error_of_every_row() -> None:
     found, _ = scored(table("trl_columns"), rows("a", "aa", answer=["1", "2"]))
     assert (
