@@ -26,6 +26,8 @@ MAX_RETRY_AFTER_S = 60.0
 """Longest Retry-After, in seconds, after which a request is retried; a longer one makes it fail."""
 MAX_ANSWER_BYTES = 32 << 20
 """Maximum size of an answer, unpacked."""
+ENCODINGS = frozenset({"identity", "gzip", "deflate"})
+"""Encodings of answers that are unpacked. Others, and several on each other, may grow without bound at once."""
 MIN_SECRET = 4
 """Minimum length of a header's value, or of its last word, that messages never contain."""
 MAX_QUOTE = 200
@@ -84,7 +86,7 @@ class JsonClient:
             for url in urls:
                 httpx.URL(url)
             self._client = httpx.AsyncClient(
-                headers=dict(headers),
+                headers={**headers, "Accept-Encoding": "gzip, deflate"},
                 verify=httpx.create_ssl_context(trust_env=True),
                 limits=httpx.Limits(
                     max_connections=table.concurrency, max_keepalive_connections=table.concurrency
@@ -152,7 +154,7 @@ class JsonClient:
         except httpx.RequestError as error:
             raise Busy(f"{shown}: the answer cannot be read: {_described(error)}") from error
         if reply.has_redirect_location:
-            target = shown_url(urljoin(url, reply.headers["location"]))
+            target = shown_url(reply.headers["location"], url)
             raise RewardFailed(
                 f"{shown}: HTTP {reply.status_code} redirects to {target}; redirects are not followed, so the "
                 "configuration has to name the final address"
@@ -174,6 +176,11 @@ class JsonClient:
         raise Busy(f"{shown}: HTTP {code}", wait_s)
 
     async def _read(self, shown: str, reply: httpx.Response) -> bytes:
+        encoding = reply.headers.get("content-encoding", "identity").lower()
+        if encoding not in ENCODINGS:
+            raise RewardFailed(
+                f"{shown}: the answer has Content-Encoding {self.quote(encoding)}, which was not asked for"
+            )
         content = bytearray()
         async for chunk in reply.aiter_bytes():
             content += chunk
@@ -208,11 +215,16 @@ def header_of(variable: str, key: str) -> str:
     return value
 
 
-def shown_url(url: str) -> str:
+def shown_url(url: str, base: str = "") -> str:
     """Returns an address without user, password, query and fragment, which may contain secrets; at most `MAX_QUOTE`
-    characters of it."""
+    characters of it.
+
+    Args:
+        url: The address.
+        base: Address that it is relative to. Default: it is whole.
+    """
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(urljoin(base, url))
     except ValueError:
         return "an address that cannot be read"
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"[:MAX_QUOTE]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import itertools
 import json
 import logging
@@ -292,6 +293,41 @@ def test_a_redirect_is_an_error_that_names_its_target_and_nobody_follows_it(endp
         assert other.requests == []
     assert f"HTTP 307 redirects to {other.url}/other; redirects are not followed" in verdict.error
     assert "secret" not in verdict.error
+
+
+@pytest.mark.parametrize(
+    ("location", "target"), [("http://[", "an address that cannot be read"), ("//x/y", "http://x/y")]
+)
+def test_a_redirect_to_an_odd_place_is_an_error_too(location: str, target: str, endpoint: Endpoint) -> None:
+    endpoint.answer = lambda number, body: (302, {"Location": location}, "")
+    (verdict,) = scored(table(endpoint), "a")
+    assert f"HTTP 302 redirects to {target}; " in verdict.error
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip"])
+def test_an_encoding_that_may_grow_without_bound_is_refused(encoding: str, endpoint: Endpoint) -> None:
+    endpoint.answer = lambda number, body: (200, {"Content-Encoding": encoding}, {"scores": [1]})
+    (verdict,) = scored(table(endpoint), "a")
+    assert f"the answer has Content-Encoding '{encoding}', which was not asked for" in verdict.error
+
+
+def test_a_packed_answer_is_unpacked_up_to_the_limit(endpoint: Endpoint) -> None:
+    handler: Any = endpoint.server.RequestHandlerClass
+    content = {"a": gzip.compress(b'{"scores": [1]}'), "bb": gzip.compress(b" " * (64 << 20))}
+
+    def packed(self: Any) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        answer = content[body["rows"][0]["response"]]
+        self.send_response(200)
+        self.send_header("content-encoding", "gzip")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    handler.do_POST = packed
+    good, bad = scored(table(endpoint, batch_rows=1), "a", "bb")
+    assert good.score == 1
+    assert bad.error == f"{endpoint.url}/score: the answer has more than {32 << 20} bytes"
 
 
 def test_an_endpoint_that_hangs_is_given_up_after_each_time_limit(endpoint: Endpoint) -> None:
