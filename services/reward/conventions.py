@@ -96,7 +96,9 @@ def _check(
             columns = dict.fromkeys({*given, *_required(signature)} - options.keys())
             signature.bind(**_taken(function, columns), **options)
     except TypeError as error:
-        raise ConfigError(f"function: {name}{signature} cannot be called: {error}; {ACCEPTED}") from None
+        plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+        shown = signature.replace(parameters=plain, return_annotation=signature.empty)
+        raise ConfigError(f"function: {name}{shown} cannot be called: {error}; {ACCEPTED}") from None
 
 
 def _from_verl(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
