@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
@@ -44,15 +45,17 @@ def check(config: Config, names: list[str], elsewhere: Collection[str] = ()) -> 
         elsewhere: Names of those whose rank 0, which listens on the service's address, is on another host.
 
     Raises:
-        ConfigError: torch or another package that they need is not installed, a model directory does not exist,
-            a model does not divide over its mesh or has no room for a prompt beside a response, a transport is unknown,
-            an address cannot be served, is that of another service or is open to other hosts in plaintext, or a file of
-            `[security]` cannot be read.
+        ConfigError: torch or another package that they need is not installed, the environment lacks a header of a
+            reward's endpoint, a model directory does not exist, a model does not divide over its mesh or has no room
+            for a prompt beside a response, a transport is unknown, an address cannot be served, is that of another
+            service or is open to other hosts in plaintext, or a file of `[security]` cannot be read.
     """
     for name in names:
         check_torch(name, config.services[name])
     for name in names:
         check_engines(name, config.services[name])
+    for name in names:
+        check_endpoint(name, config.services[name])
     for name in names:
         check_model(name, config.services[name])
     for name in names:
@@ -88,6 +91,24 @@ def check_engines(name: str, table: Service) -> None:
                 f"services.{name}.{key}: {getattr(table, key)} needs {spec.package}, which is not installed; "
                 f"{spec.install}"
             )
+
+
+def check_endpoint(name: str, table: Service) -> None:
+    """Raises ConfigError where a reward asks an HTTP endpoint and httpx is not installed, or the environment, which the
+    service inherits, lacks a value of a header."""
+    if not isinstance(table, RewardTable) or table.kind not in ("judge", "http"):
+        return
+    if not _is_installed("httpx"):
+        raise ConfigError(
+            f"services.{name}.kind: {table.kind} needs httpx, which is not installed; pip install 'rlhf-cluster[http]'"
+        )
+    variables = {f"http.header_variables.{key}": value for key, value in table.http.header_variables.items()}
+    if table.kind == "judge":
+        key = table.judge.api_key_variable
+        variables = {"judge.api_key_variable": key} if key else {}
+    for key, variable in variables.items():
+        if not os.environ.get(variable, "").strip():
+            raise ConfigError(f"services.{name}.{key}: the environment has no {variable}")
 
 
 def check_model(name: str, table: Service) -> None:

@@ -22,9 +22,10 @@ from controller.config.run import RunTable
 from controller.training.algorithm import NoOptions
 from rlhf.roles import BUILT_IN
 from settings.actor import LoraTable
+from settings.endpoints import HttpTable, JudgeTable
 from settings.engines import VllmTable, ZeroTable
 from settings.model import OptimizerTable
-from settings.reward import JudgeTable, SandboxTable
+from settings.reward import SandboxTable
 from settings.security import SecurityTable
 from settings.service import ServiceTable
 from settings.services import table_type
@@ -41,6 +42,7 @@ TABLES: list[tuple[str, type[BaseModel]]] = [
     *((f'[services.NAME] with role = "{role}"', table_type(role)) for role in BUILT_IN),
     ("[services.NAME.sandbox]", SandboxTable),
     ("[services.NAME.judge]", JudgeTable),
+    ("[services.NAME.http]", HttpTable),
     ("[services.NAME.optimizer]", OptimizerTable),
     ("[services.NAME.vllm]", VllmTable),
     ("[services.NAME.lora]", LoraTable),

@@ -57,8 +57,10 @@ def load_object(reference: str, kind: type[T]) -> T:
     """Imports and returns the object that `reference`, "module:object", names.
 
     Raises:
-        PluginError: It cannot be imported, or is no instance of `kind`.
+        PluginError: It is not of this form, cannot be imported, or is no instance of `kind`.
     """
+    if EntryPoint.pattern.match(reference) is None:
+        raise PluginError(f"{reference!r} is not of the form module:object")
     try:
         found = EntryPoint(reference, reference, "").load()
     except Exception as error:

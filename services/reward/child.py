@@ -8,8 +8,10 @@ fork does not copy.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import gc
 import json
@@ -22,20 +24,13 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from io import BufferedRWPair
 from typing import Any
 
-from rlhf.v1 import reward_pb2
-from services.reward.functions import (
-    RewardFunction,
-    find_function,
-    is_over_groups,
-    score_group,
-    score_row,
-    truth_reader,
-    warm_up,
-)
+from rlhf.v1 import common_pb2, reward_pb2
+from services.reward.functions import RewardFunction, truth_reader, warm_up
+from services.reward.loaded import LoadedFunction, Scored
 from services.reward.scorers.base import GaveUp
 
 HEADER = struct.Struct("<Ic")
@@ -43,7 +38,8 @@ HEADER = struct.Struct("<Ic")
 READY, TRUTH_READ, SCORE, GAVE_UP = b"r", b"t", b"s", b"g"
 """Kinds of message. READY: the function is loaded. TRUTH_READ: the row's ground truth is read, so that the response
 is the cause of any later failure. SCORE: a ComputeRewardRequest with the row, or the rows of the group, to score, or
-the ComputeRewardResponse. GAVE_UP: the cause for which the verifier gave up on the response."""
+the ComputeRewardResponse, whose outcome has the metrics of these rows. GAVE_UP: the cause for which the verifier gave
+up on the response."""
 
 FORK, END = struct.Struct("<c"), struct.Struct("<cI?")
 """Commands to the fork server. FORK, "f" and the child's socket: forks a child; the answer is PID. END, "e", the PID
@@ -139,18 +135,25 @@ def score_rows(link: socket.socket, name: str, options: str) -> None:
     read_truth = truth_reader(name)
     memory = VERIFIER_MEMORY_BYTES if read_truth else MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    function, over_groups = find_function(name, json.loads(options)), is_over_groups(name)
+    function = LoadedFunction.load(name, json.loads(options))
+    if read_truth:
+        function = dataclasses.replace(
+            function, function=functools.partial(_verify, function.function, read_truth, stream)
+        )
+    score = _awaiting(function) if function.is_async else function.score
     _write(stream, READY)
     while header := stream.read(HEADER.size):
         length, _ = HEADER.unpack(header)
         rows = reward_pb2.ComputeRewardRequest.FromString(stream.read(length)).text_rows
-        if over_groups:
-            _write_scores(stream, score_group(name, function, rows))
-            continue
-        scored = functools.partial(_verify, function, read_truth, stream) if read_truth else function
-        score, cause = score_row(name, scored, rows[0])
+        scored = score(rows)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(stream, GAVE_UP, cause.encode()) if cause else _write_scores(stream, [score])
+        _write(stream, GAVE_UP, scored.cause.encode()) if scored.cause else _write_scores(stream, scored)
+
+
+def _awaiting(function: LoadedFunction) -> Callable[[Any], Scored]:
+    """Returns a function that scores the rows of a unit on an event loop, the same for all units."""
+    loop = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    return lambda rows: loop.run(function.score_async(rows))
 
 
 def _verify(
@@ -171,8 +174,11 @@ def _verify(
         raise GaveUp("failed") from error
 
 
-def _write_scores(stream: BufferedRWPair, scores: Sequence[reward_pb2.RowScore]) -> None:
-    _write(stream, SCORE, reward_pb2.ComputeRewardResponse(scores=scores).SerializeToString())
+def _write_scores(stream: BufferedRWPair, scored: Scored) -> None:
+    means = {name: common_pb2.Mean(sum=total, count=count) for name, (total, count) in scored.metrics.items()}
+    outcome = common_pb2.Outcome(metrics=means)
+    answer = reward_pb2.ComputeRewardResponse(outcome=outcome, scores=scored.scores)
+    _write(stream, SCORE, answer.SerializeToString())
 
 
 def _write(stream: BufferedRWPair, kind: bytes, message: bytes = b"") -> None:

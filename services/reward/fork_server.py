@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf.v1 import reward_pb2
 from services.reward import child as wire
+from services.reward.loaded import Scored
 
 START_TIMEOUT_S = 60.0
 """Maximum seconds in which the fork server imports its modules, and in which a process loads its function."""
@@ -163,9 +164,8 @@ class Child:
         """
         await self._read()
 
-    async def score(self, rows: Sequence[reward_pb2.TextRow]) -> tuple[list[reward_pb2.RowScore], str]:
-        """Scores a row, or the rows of a group; returns one score per row, and the cause for which the verifier gave up
-        on the response, or "".
+    async def score(self, rows: Sequence[reward_pb2.TextRow]) -> Scored:
+        """Scores a row, or the rows of a group.
 
         Raises:
             EOFError, ConnectionError: The process has ended.
@@ -179,8 +179,10 @@ class Child:
             self.has_read_truth = True
             kind, answer = await self._read()
         if kind == wire.GAVE_UP:
-            return [reward_pb2.RowScore(score=0.0)], answer.decode()
-        return list(reward_pb2.ComputeRewardResponse.FromString(answer).scores), ""
+            return Scored([reward_pb2.RowScore(score=0.0)], answer.decode())
+        response = reward_pb2.ComputeRewardResponse.FromString(answer)
+        metrics = {name: (mean.sum, mean.count) for name, mean in response.outcome.metrics.items()}
+        return Scored(list(response.scores), metrics=metrics)
 
     async def end(self) -> int | None:
         """Ends the process and all processes that it has started.

@@ -6,39 +6,19 @@ If a completion does not contain exactly one score within the bounds, the row is
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import logging
-import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf.errors import ConfigError, RewardFailed
 from rlhf.v1 import reward_pb2
+from services.reward.json_client import MAX_QUOTE, JsonClient, header_of
 from services.reward.scorers.base import Scorer, row_score
 from services.reward.scorers.side_by_side import score_side_by_side
 from services.runtime.worker import CallContext
-from settings.reward import JudgeTable
-
-if TYPE_CHECKING:
-    import httpx
-
-BUSY = frozenset({408, 409, 425, 429})
-"""HTTP status codes, besides those from 500, after which the request is retried."""
-MAX_RETRY_AFTER_S = 60.0
-"""Longest Retry-After, in seconds, after which a request is retried; a longer one makes the row an error."""
-MAX_QUOTE = 200
-"""Maximum number of characters of a completion that an error message quotes."""
+from settings.endpoints import JudgeTable
 
 _FIELD = re.compile(r"\{(prompt|response|ground_truth)\}")
-
-
-class Busy(Exception):
-    """A request to the judge failed; a retry after at least `wait_s` seconds may succeed."""
-
-    def __init__(self, failure: str, wait_s: float = 0.0) -> None:
-        super().__init__(failure)
-        self.wait_s = wait_s
 
 
 class JudgeScorer(Scorer):
@@ -53,26 +33,21 @@ class JudgeScorer(Scorer):
     """
 
     def __init__(self, table: JudgeTable) -> None:
-        if importlib.util.find_spec("httpx") is None:
-            raise ConfigError("kind: judge needs httpx; pip install 'rlhf-cluster[judge]'")
         for key in ("url", "model"):
             if not getattr(table, key):
                 raise ConfigError(f"judge.{key}: a reward of kind judge needs one")
-        # By default httpx logs every request.
-        logging.getLogger("httpx").setLevel(logging.WARNING)
         self._table = table
         self.score_range = (table.lowest, table.highest)
-        self._headers = _authorization(table.api_key_variable)
+        url = f"{table.url.rstrip('/')}/chat/completions"
+        self._client = JsonClient([url], table, _authorization(table.api_key_variable))
         self._loop = asyncio.new_event_loop()
-        self._client: httpx.AsyncClient | None = None
 
     def kind(self) -> str:
         return f"judge {self._table.model}"
 
     def close(self) -> None:
         """Closes the connections to the judge."""
-        if self._client is not None:
-            self._loop.run_until_complete(self._client.aclose())
+        self._loop.run_until_complete(self._client.close())
         self._loop.close()
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
@@ -81,67 +56,18 @@ class JudgeScorer(Scorer):
 
     async def _score(self, slot: int, row: reward_pb2.TextRow) -> reward_pb2.RowScore:
         try:
-            said = await self._ask(fill(self._table.rubric, row))
-            return row_score(read_score(said, self._table))
+            answer = await self._client.post(self._body(fill(self._table.rubric, row)))
+            return row_score(read_score(read_completion(answer.content), self._table))
         except RewardFailed as error:
-            return reward_pb2.RowScore(error=f"judge {self._table.model}: {error}")
+            return reward_pb2.RowScore(error=self._client.redacted(f"judge {self._table.model}: {error}"))
 
-    async def _ask(self, question: str) -> str:
-        """Returns the judge's completion of a question, with retries.
-
-        Raises:
-            RewardFailed: A request failed for good, or all attempts failed.
-        """
-        for attempt in range(self._table.retries + 1):
-            try:
-                return read_completion(await self._request(question))
-            except Busy as busy:
-                failure, wait_s = str(busy), busy.wait_s
-            if attempt < self._table.retries:
-                await asyncio.sleep(max(self._table.backoff_s * 2**attempt, wait_s))
-        raise RewardFailed(f"{failure}, after {self._table.retries + 1} tries")
-
-    async def _request(self, question: str) -> Any:
-        """Sends one request and returns the decoded JSON of the response.
-
-        Raises:
-            Busy: The request failed, and a retry may succeed.
-            RewardFailed: The request failed, and a retry would fail too.
-        """
-        import httpx
-
-        if self._client is None:
-            self._client = httpx.AsyncClient(headers=self._headers, trust_env=False)
-        url = f"{self._table.url.rstrip('/')}/chat/completions"
-        body = {
+    def _body(self, question: str) -> dict[str, Any]:
+        return {
             "model": self._table.model,
             "messages": [{"role": "user", "content": question}],
             "temperature": self._table.temperature,
             "max_tokens": self._table.max_tokens,
         }
-        try:
-            sent = self._client.post(url, json=body, timeout=None)
-            reply = await asyncio.wait_for(sent, self._table.request_timeout_s)
-        except TimeoutError:
-            raise Busy(f"no answer within {self._table.request_timeout_s:g} s") from None
-        except httpx.TransportError as error:
-            raise Busy(f"{url} cannot be reached: {type(error).__name__} {error}".rstrip()) from error
-        except httpx.RequestError as error:
-            raise Busy(f"the answer cannot be read: {type(error).__name__} {error}".rstrip()) from error
-        if reply.status_code in BUSY or reply.status_code >= 500:
-            wait_s = _retry_after_s(reply.headers.get("retry-after", ""))
-            if wait_s > MAX_RETRY_AFTER_S:
-                raise RewardFailed(
-                    f"HTTP {reply.status_code} with Retry-After {wait_s:g} s; the longest allowed is "
-                    f"{MAX_RETRY_AFTER_S:g} s"
-                )
-            raise Busy(f"HTTP {reply.status_code}", wait_s)
-        if not reply.is_success:
-            raise RewardFailed(f"HTTP {reply.status_code}: {_quote(reply.text)}")
-        try:
-            return reply.json()
-        except (ValueError, RecursionError):
-            raise RewardFailed(f"the answer is not valid JSON: {_quote(reply.text)}") from None
 
 
 def fill(rubric: str, row: reward_pb2.TextRow) -> str:
@@ -203,16 +129,7 @@ def _number(found: str, said: str) -> float:
 
 
 def _authorization(variable: str) -> dict[str, str]:
-    if not variable:
-        return {}
-    key = os.environ.get(variable)
-    if not key:
-        raise ConfigError(f"judge.api_key_variable: the environment has no {variable}")
-    return {"Authorization": f"Bearer {key}"}
-
-
-def _retry_after_s(header: str) -> float:
-    return float(header) if header.isascii() and header.isdigit() else 0.0
+    return {"Authorization": f"Bearer {header_of(variable, 'judge.api_key_variable')}"} if variable else {}
 
 
 def _quote(text: str) -> str:

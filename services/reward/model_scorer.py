@@ -6,15 +6,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from nccl_transfer.refs.columns import Jagged
-from rlhf.errors import ConfigError, InvalidRequest
+from rlhf.errors import ConfigError
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.engines.base import HeldTensor
 from services.engines.implementation import compute_dtype
 from services.models.sequence_scorer import SequenceScorer
 from services.models.tokenizers import vocabulary_hash
 from services.reward.scorers.base import Scorer, row_score
+from services.roles.columns import jagged_column
 from services.roles.device import rank_device
+from services.roles.micro_batching import check_token_ids
 from services.roles.tokenization import CHARACTERS_PER_TOKEN, MAX_CHARACTERS, tokenize_texts, unknown_token
 from services.runtime.worker import CallContext, CallRows
 from settings.reward import RewardTable
@@ -72,11 +73,20 @@ class SequenceModelScorer(Scorer):
         return self._scores(ids, faults, call)
 
     def score_tokens(self, rows: CallRows, call: CallContext) -> list[reward_pb2.RowScore]:
+        """Scores prompt and response of each row. Raises InvalidRequest also for a token id that the model has no
+        embedding of; otherwise as `Scorer.score_tokens`."""
         if self.input_form == worker_pb2.INPUT_FORM_TEXT:
             return super().score_tokens(rows, call)
-        prompts, responses = _id_rows(rows, "prompt_ids"), _id_rows(rows, "response_ids")
+        prompts, responses = self._id_rows(rows, "prompt_ids"), self._id_rows(rows, "response_ids")
         ids = [p + r for p, r in zip(prompts, responses, strict=True)]
         return self._scores(ids, [""] * len(ids), call)
+
+    def _id_rows(self, rows: CallRows, name: str) -> list[list[int]]:
+        """Returns a column of token ids as one list per row. Raises InvalidRequest as `jagged_column` does, and for ids
+        out of range."""
+        column = jagged_column(rows, name)
+        check_token_ids(column.values, self._vocab_size)
+        return [column.row(row).tolist() for row in range(column.rows)]
 
     def _scores(
         self, rows: list[list[int]], faults: list[str], call: CallContext
@@ -139,10 +149,3 @@ class ModelScorer(SequenceModelScorer):
             call.check()
 
         return self._scorer.score_tokens(rows, scored).tolist()
-
-
-def _id_rows(rows: CallRows, name: str) -> list[list[int]]:
-    column = rows[name]
-    if not isinstance(column, Jagged):
-        raise InvalidRequest(f"column {name!r} is not jagged")
-    return [column.row(row).tolist() for row in range(column.rows)]

@@ -4,7 +4,8 @@ A verifier reads a row's ground truth before it reads the response. If it hangs 
 the cause and scores 0, and the metrics count it by cause. If it fails earlier, if a function that is no verifier
 hangs or crashes, or if the service's own processes fail, the row gets an error.
 
-A function over groups runs once per group, and every row of the group gets the error.
+A function over groups runs once per group, and every row of the group gets the error. A function of batches, as TRL's
+rewards are, gets one row at a time.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import Any
 
 from rlhf.v1 import reward_pb2
 from services.reward.fork_server import Child, ForkServer, described
-from services.reward.functions import find_function, is_over_groups, score_range, truth_reader
-from services.reward.groups import groups_of, in_row_order
+from services.reward.functions import score_range, truth_reader
+from services.reward.groups import in_row_order
+from services.reward.loaded import LoadedFunction, Scored
 from services.reward.scorers.base import Scorer, gave_up_metrics
+from services.reward.scorers.extras import merged
 from services.reward.scorers.side_by_side import score_side_by_side
 from services.runtime.worker import CallContext
 
@@ -43,9 +46,9 @@ class ProcessScorer(Scorer):
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], processes: int, row_timeout_s: float) -> None:
-        find_function(name, options)
+        self._function = LoadedFunction.load(name, options)
         self.score_range = score_range(name)
-        self.scores_groups = is_over_groups(name)
+        self.scores_groups = self._function.unit == "group"
         self._name = name
         self._options = options
         self._row_timeout_s = row_timeout_s
@@ -54,7 +57,6 @@ class ProcessScorer(Scorer):
         self._loop = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._server = ForkServer(name, options)
         self._is_closed = False
-        self._causes: Counter[str] = Counter()
 
     def kind(self) -> str:
         return f"function {self._name}, {len(self._children)} processes"
@@ -68,14 +70,15 @@ class ProcessScorer(Scorer):
             self._loop.close()
 
     def score_texts(self, rows: Sequence[reward_pb2.TextRow], call: CallContext) -> list[reward_pb2.RowScore]:
-        self._causes = Counter()
-        groups = groups_of(rows) if self.scores_groups else [[index] for index in range(len(rows))]
-        units = [[rows[index] for index in group] for group in groups]
-        scores = self._loop.run(score_side_by_side(units, call, len(self._children), self._score))
-        self.metrics = gave_up_metrics(self._causes, len(rows)) if self._is_verifier else {}
-        return in_row_order(groups, scores)
+        places = self._function.units_of(rows, whole_batch=False)
+        units = [[rows[index] for index in each] for each in places]
+        scored = self._loop.run(score_side_by_side(units, call, len(self._children), self._score))
+        causes = Counter(each.cause for each in scored)
+        gave_up = gave_up_metrics(causes, len(rows)) if self._is_verifier else {}
+        self.metrics = {**gave_up, **merged(each.metrics for each in scored)}
+        return in_row_order(places, [each.scores for each in scored])
 
-    async def _score(self, slot: int, rows: Sequence[reward_pb2.TextRow]) -> list[reward_pb2.RowScore]:
+    async def _score(self, slot: int, rows: Sequence[reward_pb2.TextRow]) -> Scored:
         try:
             child = await self._child(slot)
         except (EOFError, OSError) as error:
@@ -84,9 +87,7 @@ class ProcessScorer(Scorer):
             )
             return self._errors(f"{event}; the service's log has its last words", rows)
         try:
-            scores, cause = await asyncio.wait_for(child.score(rows), self._row_timeout_s)
-            self._causes[cause] += 1
-            return scores
+            return await asyncio.wait_for(child.score(rows), self._row_timeout_s)
         except (EOFError, OSError) as error:
             ran_out = isinstance(error, TimeoutError)
             code = await self._drop(slot)
@@ -94,13 +95,13 @@ class ProcessScorer(Scorer):
             await self._drop(slot)
             raise
         if child.has_read_truth and code not in FROM_OUTSIDE:
-            self._causes["timeout" if ran_out or code == -signal.SIGPROF else "crashed"] += 1
-            return [reward_pb2.RowScore(score=0.0)]
+            cause = "timeout" if ran_out or code == -signal.SIGPROF else "crashed"
+            return Scored([reward_pb2.RowScore(score=0.0)], cause)
         how = f" ({described(code)})" if code is not None else ""
         return self._errors(f"took longer than {self._row_timeout_s:g} s" if ran_out else f"ended{how}", rows)
 
-    def _errors(self, event: str, rows: Sequence[reward_pb2.TextRow]) -> list[reward_pb2.RowScore]:
-        return [reward_pb2.RowScore(error=f"{self._name}: its process {event}")] * len(rows)
+    def _errors(self, event: str, rows: Sequence[reward_pb2.TextRow]) -> Scored:
+        return Scored([reward_pb2.RowScore(error=f"{self._name}: its process {event}")] * len(rows))
 
     async def _child(self, slot: int) -> Child:
         """Returns the process of a slot; forks one if there is none, from a new fork server if the current one is

@@ -15,7 +15,6 @@ from services.reward.scorers.base import score_request
 from services.reward.worker import RewardWorker
 from services.roles.columns import jagged_ids
 from services.roles.frozen_worker import FrozenModelWorker
-from services.roles.micro_batching import check_token_ids
 from services.roles.model_worker import ModelWorker
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register
@@ -44,7 +43,6 @@ class ShardedScorer(SequenceModelScorer):
         positions = getattr(config, "max_position_embeddings", None) or budget
         super().__init__(table, worker.tokenizer, min(budget, positions), config.vocab_size)
         self._worker, self._budget, self._pad_id = worker, budget, config.pad_token_id
-        self._vocabulary = config.vocab_size
 
     def kind(self) -> str:
         return "the same shards"
@@ -54,7 +52,6 @@ class ShardedScorer(SequenceModelScorer):
         with self._worker.ranks.together(call.peers_deadline):
             call.check()
             ids, nothing = jagged_ids(rows), jagged_ids([[] for _ in rows])
-            check_token_ids(ids.values, self._vocabulary)
             micro_batches = [pad(ids, nothing, part, self._pad_id) for part in cut(ids.lengths, self._budget)]
         outputs = self._worker.engine.infer(
             micro_batches,

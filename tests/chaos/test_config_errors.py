@@ -103,6 +103,13 @@ CASES = {
     f"{CHECK} --set services.reward.function=broken:f": "services.reward.function: 'broken:f' cannot be imported: "
     "ZeroDivisionError: division by zero",
     f"{CHECK} --set services.reward.function=os:name": "services.reward.function: 'os:name' is not callable",
+    f"{PPO} --set services.reward.function=http://x/score": "config chaos.toml: services.reward: function: "
+    "'http://x/score' is an address; kind = \"http\" asks one, given in http.urls",
+    f"{CHECK} --set services.reward.function=my-module:f": "services.reward.function: 'my-module:f' is not of the form "
+    "module:object",
+    f"{CHECK} --set services.reward.function=chaos_plugins:one_argument": "services.reward.function: "
+    "chaos_plugins:one_argument(response) cannot be called: too many positional arguments; a reward function takes ",
+    f"{PPO} --set services.reward.kind=http": "config chaos.toml: services.reward: kind http needs http.urls",
     f"{CHECK} --set services.reward.options.x=1": "services.reward.options: chaos_plugins:score takes none named x, "
     "only: none",
     f"{PPO} --set services.reward.function=exact_match --set data.train=unanswered.jsonl": "data.train: "

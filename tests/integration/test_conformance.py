@@ -46,13 +46,12 @@ def outcome_of(reward: broken.Good) -> dict[RuleResult, list[str]]:
 
 
 @contextlib.contextmanager
-def python_reward(directory: Path, function: str) -> Iterator[str]:
-    """Our own reward with a function."""
+def python_reward(directory: Path, *keys: str) -> Iterator[str]:
+    """Our own reward with these lines in its table."""
     (port,) = free_ports(1)
     config = directory / "reward.toml"
-    config.write_text(
-        f'[services.reward]\nrole = "reward"\naddress = "127.0.0.1:{port}"\nfunction = "{function}"\n'
-    )
+    lines = ["[services.reward]", 'role = "reward"', f'address = "127.0.0.1:{port}"', *keys]
+    config.write_text("\n".join([*lines, ""]))
     processes = Processes()
     with (directory / "reward.log").open("w") as log:
         processes.start("python", "-m", "services", "reward", "--config", str(config), stdout=log, stderr=log)
@@ -64,16 +63,32 @@ def python_reward(directory: Path, function: str) -> Iterator[str]:
         processes.kill()
 
 
-def test_our_own_reward_keeps_all_rules(tmp_path: Path) -> None:
-    with python_reward(tmp_path, "exact_match") as address:
+@pytest.mark.parametrize(
+    "function", ["exact_match", "toy_rewards:digit_mean_async", "toy_rewards:digit_mean_trl"]
+)
+def test_our_own_reward_keeps_all_rules(function: str, tmp_path: Path) -> None:
+    with python_reward(tmp_path, f'function = "{function}"') as address:
         assert outcome(address)[RuleResult.PASS] == list(RULES)
+
+
+def test_our_own_reward_that_asks_a_verifier_behind_http_keeps_all_rules(tmp_path: Path) -> None:
+    pytest.importorskip("httpx")
+    processes = Processes()
+    try:
+        server = processes.start("python", "examples/reward_http/server.py", "--port", "0")
+        assert server.stdout is not None
+        _, url = server.stdout.readline().split()
+        with python_reward(tmp_path, 'kind = "http"', f'http.urls = ["{url}"]') as address:
+            assert outcome(address)[RuleResult.PASS] == list(RULES)
+    finally:
+        processes.kill()
 
 
 def test_a_function_over_groups_keeps_all_rules(
     plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(plugins))
-    with python_reward(tmp_path, "rlhf_example.rewards:concise") as address:
+    with python_reward(tmp_path, 'function = "rlhf_example.rewards:concise"') as address:
         assert outcome(address)[RuleResult.PASS] == list(RULES)
 
 

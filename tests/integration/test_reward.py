@@ -223,6 +223,16 @@ def test_text_is_refused_by_a_reward_that_reads_tokens(cluster: Cluster) -> None
         scorer.call("compute_reward", text_rows=[reward_pb2.TextRow(response="1")])
 
 
+def test_token_ids_that_the_model_does_not_have_are_refused_and_the_service_goes_on(cluster: Cluster) -> None:
+    lengths = np.array([2, 1])
+    good, bad = (Jagged(np.array([3, last, 4]), lengths) for last in (5, 1 << 20))
+    with cluster.service("tensor_scorer") as scorer:
+        with pytest.raises(InvalidRequest, match="token ids reach from 3 to 1048576; the model has "):
+            scorer.call("compute_reward", Batch.of(prompt_ids=good, response_ids=bad))
+        (answer,) = scorer.call("compute_reward", Batch.of(prompt_ids=good, response_ids=good))
+    assert [score.WhichOneof("verdict") for score in answer.scores] == ["score", "score"]
+
+
 def test_a_critic_with_another_vocabulary_is_refused_and_both_are_named(cluster: Cluster) -> None:
     with (
         pytest.raises(ConfigError) as raised,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,19 @@ def digit_mean(prompt: str, response: str, ground_truth: str, metadata: Mapping[
 
 
 digit_mean.score_range = (0.0, 1.0)  # type: ignore[attr-defined]
+
+
+async def digit_mean_async(
+    prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]
+) -> dict[str, float]:
+    """`digit_mean` by a function that waits, and the length of the response."""
+    await asyncio.sleep(0)
+    return {"score": digit_mean(prompt, response, ground_truth, metadata), "characters": len(response)}
+
+
+def digit_mean_trl(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """`digit_mean` with the signature of TRL's rewards."""
+    return [digit_mean(prompt, text, "", {}) for prompt, text in zip(prompts, completions, strict=True)]
 
 
 def by_metadata(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from controller.data.readers import open_rows
 from deploy.quickstart.build import BOS, make_tokenizer
 from rlhf.errors import ConfigError
 from rlhf.v1 import reward_pb2
-from services.reward.functions import find_function, score_row
+from services.reward.loaded import LoadedFunction
 
 ROWS = [
     {"prompt": "1+1=", "ground_truth": "2", "level": {"hard": False}},
@@ -190,7 +190,7 @@ def test_rewards_of_verl_get_what_its_rows_have(tmp_path: Path, tokenizer_direct
         metadata=json_format.Parse(data[0].metadata, struct_pb2.Struct()),
     )
     name = f"{__name__}:verl_reward"
-    score, _ = score_row(name, find_function(name), row)
+    (score,) = LoadedFunction.load(name, {}).score([row]).scores
     assert score.score == 1
 
 

@@ -2,91 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from unit.http_endpoint import Endpoint, Reply, serving
 
 from rlhf.errors import CallCancelled, ConfigError, DeadlineExceeded, RewardFailed
 from rlhf.v1 import common_pb2, reward_pb2
 from services.reward.judge import JudgeScorer, fill, read_completion, read_score
 from services.runtime.worker import CallContext
-from settings.reward import JudgeTable
+from settings.endpoints import JudgeTable
 
 pytest.importorskip("httpx")
-
-Reply = tuple[int, dict[str, str], Any]
-"""Code, headers, and a body: JSON, or text as it is."""
 
 
 def completion(said: Any, reason: str = "stop") -> dict[str, Any]:
     return {"choices": [{"message": {"role": "assistant", "content": said}, "finish_reason": reason}]}
 
 
-class Endpoint:
-    """An OpenAI-compatible server of this test's own.
-
-    Attributes:
-        answer: The reply to a request's body; its number, from 0, goes before.
-        requests: What was asked, with its headers.
-        most: Most requests that were under way at the same time.
-    """
-
-    def __init__(self) -> None:
-        self.answer: Callable[[int, Any], Reply] = lambda number, body: (200, {}, completion("Score: 7"))
-        self.requests: list[tuple[str, dict[str, str], Any]] = []
-        self.most = 0
-        self._under_way = 0
-        self._lock = threading.Lock()
-        endpoint = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                code, headers, reply = endpoint.handle(self.path, dict(self.headers), body)
-                content = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
-                with contextlib.suppress(ConnectionError):  # of a client that has given up
-                    self.send_response(code)
-                    for name, value in {**headers, "content-length": str(len(content))}.items():
-                        self.send_header(name, value)
-                    self.end_headers()
-                    self.wfile.write(content)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Says nothing."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-
-    def handle(self, path: str, headers: dict[str, str], body: Any) -> Reply:
-        with self._lock:
-            number = len(self.requests)
-            self.requests.append((path, headers, body))
-            self._under_way += 1
-            self.most = max(self.most, self._under_way)
-        try:
-            return self.answer(number, body)
-        finally:
-            with self._lock:
-                self._under_way -= 1
-
-
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    endpoint = Endpoint()
-    thread = threading.Thread(target=endpoint.server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield endpoint
-    endpoint.server.shutdown()
-    endpoint.server.server_close()
-    thread.join()
+    """An OpenAI-compatible server."""
+    with serving() as endpoint:
+        endpoint.answer = lambda number, body: (200, {}, completion("Score: 7"))
+        yield endpoint
 
 
 def table(endpoint: Endpoint, **keys: Any) -> JudgeTable:
@@ -159,7 +103,7 @@ def test_an_endpoint_that_is_busy_is_asked_again(code: int, endpoint: Endpoint) 
 def test_an_endpoint_that_stays_busy_is_an_error_of_the_row_after_all_tries(endpoint: Endpoint) -> None:
     endpoint.answer = lambda number, body: (503, {}, "busy")
     (verdict,) = judged(table(endpoint, retries=2), "a")
-    assert verdict.error == "judge judge-1: HTTP 503, after 3 tries"
+    assert verdict.error == f"judge judge-1: {endpoint.url}/chat/completions: HTTP 503, after 3 tries"
     assert len(endpoint.requests) == 3
 
 
@@ -268,7 +212,13 @@ def test_what_is_missing_is_told_before_any_row(keys: dict[str, str], named: str
 
 @pytest.mark.parametrize(
     "keys",
-    [{"rubric": "no place"}, {"url": "127.0.0.1:8000"}, {"verdict_pattern": "("}, {"verdict_pattern": "a"}],
+    [
+        {"rubric": "no place"},
+        {"url": "127.0.0.1:8000"},
+        {"url": "http://me:secret@127.0.0.1"},
+        {"verdict_pattern": "("},
+        {"verdict_pattern": "a"},
+    ],
 )
 def test_a_table_that_cannot_work_is_refused(keys: dict[str, str]) -> None:
     with pytest.raises(ValidationError):

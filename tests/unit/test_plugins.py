@@ -78,3 +78,9 @@ def test_a_table_may_look_for_a_plug_in_as_it_is_validated() -> None:
 def test_an_object_without_a_colon_is_told() -> None:
     with pytest.raises(PluginError, match=r"'rlhf\.plugins' is of type module, not int"):
         load_object("rlhf.plugins", int)
+
+
+@pytest.mark.parametrize("reference", ["http://x/score", "my-module:f", "module:", ":f", ""])
+def test_what_is_not_module_and_object_is_refused_by_its_form(reference: str) -> None:
+    with pytest.raises(PluginError, match="is not of the form module:object"):
+        load_object(reference, object)

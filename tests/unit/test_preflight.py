@@ -154,3 +154,38 @@ def test_services_on_ports_or_addresses_of_their_own_are_apart() -> None:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "variable"),
+    [
+        (
+            ("kind=http", 'http.urls=["http://127.0.0.1:1/"]', "http.header_variables.X-Key=NO_SUCH_KEY"),
+            "http.header_variables.X-Key",
+            "NO_SUCH_KEY",
+        ),
+        (
+            (
+                "kind=judge",
+                "judge.url=http://127.0.0.1:1/v1",
+                "judge.model=m",
+                "judge.api_key_variable=NO_SUCH_KEY",
+            ),
+            "judge.api_key_variable",
+            "NO_SUCH_KEY",
+        ),
+    ],
+)
+def test_an_endpoint_whose_secret_is_missing_is_named_by_its_key(
+    settings: tuple[str, ...], key: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(QUICKSTART, tuple(f"services.reward.{setting}" for setting in settings))
+    monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(ConfigError) as refused:
+        preflight.check_endpoint("reward", config.services["reward"])
+    assert str(refused.value) == f"services.reward.{key}: the environment has no {variable}"
+    monkeypatch.setenv(variable, "secret")
+    preflight.check_endpoint("reward", config.services["reward"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^services\.reward\.kind: .* needs httpx, which is not installed"):
+        preflight.check_endpoint("reward", config.services["reward"])

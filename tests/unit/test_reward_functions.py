@@ -11,7 +11,8 @@ import pytest
 
 from rlhf.errors import ConfigError
 from rlhf.v1.reward_pb2 import TextRow
-from services.reward.functions import BUILT_IN, find_function, score_row
+from services.reward.functions import BUILT_IN, find_function
+from services.reward.loaded import LoadedFunction
 from settings import reward
 
 
@@ -21,7 +22,8 @@ def divides(prompt: str, response: str, ground_truth: str, metadata: Mapping[str
 
 def test_the_traceback_of_an_exception_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        scores = [score_row("mine", divides, TextRow(response=text))[0] for text in ("", "a", "")]
+        mine = LoadedFunction("mine", divides)
+        scores = [mine.score([TextRow(response=text)]).scores[0] for text in ("", "a", "")]
     cause = "mine raised ZeroDivisionError: division by zero"
     assert [score.error for score in scores] == [cause, "", cause]
     (record,) = caplog.records
@@ -32,13 +34,13 @@ def test_an_exception_with_half_a_surrogate_pair_is_an_error_of_the_row() -> Non
     def fails(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
         raise ValueError(f"unknown answer {json.loads(response)}")
 
-    score, _ = score_row("mine", fails, TextRow(response='"\\ud83d"'))
+    (score,) = LoadedFunction("mine", fails).score([TextRow(response='"\\ud83d"')]).scores
     assert score.error == r"mine raised ValueError: unknown answer \ud83d"
 
 
 @pytest.mark.parametrize("truth", ["", " \n"])
 def test_an_exact_match_with_nothing_is_an_error(truth: str) -> None:
-    score, _ = score_row("exact_match", find_function("exact_match"), TextRow(ground_truth=truth))
+    (score,) = LoadedFunction.load("exact_match", {}).score([TextRow(ground_truth=truth)]).scores
     assert score.error == "exact_match raised ValueError: the row has no ground truth"
 
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.rows import FetchedRows
-from rlhf.errors import CallCancelled, ConfigError, CorruptWeights, RlhfError
+from rlhf.errors import CallCancelled, ConfigError, CorruptWeights, InvalidRequest, RlhfError
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
 from services.compute import matmul
 from services.models.families import load_classifier
@@ -106,6 +106,25 @@ def test_token_ids_beyond_the_budget_are_an_error_of_their_row_alone(directory: 
         "score",
         "error",
     ]
+
+
+@pytest.mark.parametrize("column", ["prompt_ids", "response_ids"])
+@pytest.mark.parametrize("token", [-1, 61])
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_a_token_id_without_an_embedding_is_refused_before_anything_is_computed(
+    directory: Path, column: str, token: int, sharded: bool
+):
+    table = make_table(directory, input="tensor", sharded=sharded)
+    scorer: Any = worker_class(table)(table, Ranks(0, 1, 0)).scorer  # type: ignore[attr-defined]
+    lengths = np.array([2, 1])
+    good = Jagged(np.array([3, 60, 0]), lengths)
+    values = {"prompt_ids": good, "response_ids": good, column: Jagged(np.array([3, token, 0]), lengths)}
+    rows = CallRows(FetchedRows(2, values, dict.fromkeys(values, "int64"), 0), np.arange(2))
+    with pytest.raises(InvalidRequest, match="the model has 61"):
+        scorer.score_tokens(rows, make_call())
+    values[column] = good
+    with torch.no_grad():
+        assert [score.error for score in scorer.score_tokens(rows, make_call())] == ["", ""]
 
 
 def test_a_reward_model_is_computed_in_the_type_that_is_asked_for(directory: Path):

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from rlhf.errors import ConfigError
-from services.reward.functions import BUILT_IN, find_function, is_verl, score_range
+from services.reward.conventions import convention_of
+from services.reward.functions import BUILT_IN, find_function, score_range
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_answers.jsonl"
 
@@ -239,7 +240,7 @@ METADATA = {"data_source": "math", "extra_info": {"index": 7.0}}
 @pytest.mark.parametrize(
     ("function", "options", "expected"),
     [
-        (compute_score, {}, 1.0),
+        (compute_score, {}, {"score": 1.0, "seen": ("math", {"index": 7.0})}),
         (own_parameters, {"scale": 2.0}, [2.0, 1.0, 7.0]),
         (takes_anything, {}, 1.0),
     ],
@@ -248,5 +249,5 @@ def test_a_reward_of_verl_is_called_by_its_own_parameter_names(
     function: Any, options: Mapping[str, Any], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(BUILT_IN, "theirs", function)
-    assert is_verl(function)
+    assert convention_of(function) == "verl"
     assert find_function("theirs", options)("prompt", "a", "a", METADATA) == expected

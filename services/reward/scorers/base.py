@@ -9,12 +9,14 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from rlhf.errors import InvalidRequest
+from rlhf.errors import InvalidRequest, encodable
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.runtime.worker import CallContext, CallResult, CallRows
 
 MOST_TEXT_ROWS = 1 << 20
 """Most text rows of one call."""
+MAX_SHOWN = 200
+"""Maximum number of characters of a verdict that an error message repeats."""
 
 
 class GaveUp(Exception):
@@ -125,13 +127,18 @@ def row_score(verdict: object) -> reward_pb2.RowScore:
     """Converts the result of a reward function to a RowScore: a score, scores of tokens, or an error if one of them
     is not a finite number."""
     if isinstance(verdict, str | bytes):
-        return reward_pb2.RowScore(error=f"score is text: {verdict!r}")
+        return reward_pb2.RowScore(error=f"score is text: {shown(verdict)}")
     try:
         values = [float(x) for x in verdict] if isinstance(verdict, Sequence) else [float(verdict)]  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return reward_pb2.RowScore(error=f"score is not a number: {verdict!r}")
+    except (TypeError, ValueError, OverflowError):
+        return reward_pb2.RowScore(error=f"score is not a number: {shown(verdict)}")
     if not all(map(math.isfinite, values)):
-        return reward_pb2.RowScore(error=f"score is not finite: {verdict!r}")
+        return reward_pb2.RowScore(error=f"score is not finite: {shown(verdict)}")
     if isinstance(verdict, Sequence):
         return reward_pb2.RowScore(token_scores=reward_pb2.TokenScores(scores=values))
     return reward_pb2.RowScore(score=values[0])
+
+
+def shown(verdict: object) -> str:
+    text = encodable(repr(verdict))
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
