@@ -8,10 +8,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import psutil
+
 from controller.config.config import Config
+from deploy.health import SERVING, ask
+from deploy.processes import POLL_S, is_marked
 from rlhf import addresses
 from rlhf.errors import ConfigError
 from settings.fit import check_model_fits
@@ -20,6 +25,10 @@ from settings.reward import RewardTable
 from settings.services import Service
 from settings.transports import check_transport
 
+ENDING_S = 25.0
+"""Longest time, in seconds, to wait for a service that is about to end to free its address."""
+LEARNS_S = 2.0
+"""Time, in seconds, within which a service that a killed controller has left begins to end."""
 FIND_FUNCTION = """
 import json, os, sys
 from rlhf.errors import ConfigError
@@ -176,12 +185,37 @@ def check_ports(services: Mapping[str, Service]) -> None:
 
 
 def check_address(name: str, table: Service) -> None:
-    """Raises ConfigError where rank 0 of the service cannot listen on its address: it is in use, or not this
-    host's."""
+    """Checks that rank 0 of the service can listen on its address. Waits for up to `ENDING_S` for a service there that
+    rlhf-deploy has started and that is about to end, such as that of a run whose controller has just been killed.
+
+    Raises:
+        ConfigError: The address is in use, or not this host's.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            return addresses.probe(table.bind_address)
+        except OSError as error:
+            waited = time.monotonic() - began
+            if error.errno == errno.EADDRINUSE and waited < ENDING_S and _is_ending(table, waited):
+                time.sleep(POLL_S)
+                continue
+            raise ConfigError(
+                f"services.{name}.{table.bind_key}: {table.bind_address} {_why(error)}"
+            ) from None
+
+
+def _is_ending(table: Service, waited_s: float) -> bool:
+    """Returns whether a process of a deployment listens on the service's port and does not serve, or has served for
+    less than `LEARNS_S` of the wait: it takes a moment until a service learns that its controller has ended."""
+    port = int(table.bind_address.rpartition(":")[2])
+    pids = {each.pid for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port}
     try:
-        addresses.probe(table.bind_address)
-    except OSError as error:
-        raise ConfigError(f"services.{name}.{table.bind_key}: {table.bind_address} {_why(error)}") from None
+        if not any(pid and is_marked(psutil.Process(pid)) for pid in pids):
+            return False
+    except psutil.NoSuchProcess:  # it has just ended
+        return True
+    return waited_s < LEARNS_S or ask(table.address).state != SERVING
 
 
 def _is_installed(package: str) -> bool:

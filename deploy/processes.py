@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import psutil
 
@@ -22,28 +22,40 @@ KILL_TIMEOUT_S = 10.0
 """Longest time, in seconds, to wait for a process to end after SIGKILL."""
 
 
-def find(deployment: str) -> list[psutil.Process]:
+def find(deployment: str, started: Iterable[psutil.Process] = ()) -> list[psutil.Process]:
     """Returns the living processes of the deployment with this id, by process id: those whose environment has the id
-    in the variable `MARK`, and their descendants. The list is empty where none is left."""
-    marked = _marked(deployment)
-    found = set(marked)
-    for root in _roots(marked):
+    in the variable `MARK`, those of `started`, and the descendants of both. The list is empty where none is left.
+
+    Args:
+        deployment: The id.
+        started: Processes that the caller has started for the deployment. Their environment may not be readable, since
+            a process may overwrite it, as setproctitle does.
+    """
+    own = _own(deployment, started)
+    found = set(own)
+    for root in _roots(own):
         with contextlib.suppress(psutil.NoSuchProcess):
             found.update(child for child in root.children(recursive=True) if is_alive(child))
     return sorted(found, key=lambda process: process.pid)
 
 
-def stop(deployment: str, grace_s: float) -> None:
+def stop(deployment: str, grace_s: float, started: Iterable[psutil.Process] = ()) -> None:
     """Ends all processes of the deployment with this id; blocks until they are gone.
 
     The topmost processes get SIGTERM at the same time and pass it on to their children; those that are left after the
-    grace, in seconds, are killed.
+    grace are killed.
+
+    Args:
+        deployment: The id.
+        grace_s: Time in seconds before SIGKILL.
+        started: As for `find`.
 
     Raises:
         RlhfError: A killed process does not end: it is stuck in the kernel.
     """
-    seen = set(find(deployment))
-    for root in _roots(_marked(deployment)):
+    started = list(started)
+    seen = set(find(deployment, started))
+    for root in _roots(_own(deployment, started)):
         with contextlib.suppress(psutil.NoSuchProcess):
             root.terminate()
 
@@ -77,8 +89,15 @@ def kill_after(grace_s: float, living: Callable[[], list[psutil.Process]]) -> No
         time.sleep(POLL_S)
 
 
-def _marked(deployment: str) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter() if _mark(process) == deployment]
+def _own(deployment: str, started: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Returns the living processes that have the mark of a deployment, or are among `started`."""
+    marked = {process for process in psutil.process_iter() if _mark(process) == deployment}
+    return [*marked, *(process for process in started if process not in marked and is_alive(process))]
+
+
+def is_marked(process: psutil.Process) -> bool:
+    """Returns whether a process belongs to any deployment; False also if its environment cannot be read."""
+    return _mark(process) is not None
 
 
 def _mark(process: psutil.Process) -> str | None:
@@ -88,10 +107,10 @@ def _mark(process: psutil.Process) -> str | None:
     return None
 
 
-def _roots(marked: list[psutil.Process]) -> list[psutil.Process]:
-    """Returns those of the marked processes whose parent is not marked."""
-    pids = {process.pid for process in marked}
-    return [process for process in marked if _parent(process) not in pids]
+def _roots(own: list[psutil.Process]) -> list[psutil.Process]:
+    """Returns those of some processes whose parent is not among them."""
+    pids = {process.pid for process in own}
+    return [process for process in own if _parent(process) not in pids]
 
 
 def _parent(process: psutil.Process) -> int | None:

@@ -55,11 +55,18 @@ def claim(deployment: Deployment, grace_s: float) -> Iterator[None]:
     unless processes of the deployment are still alive.
 
     Raises:
-        Refused: The config is up already.
+        Refused: The config is up already, or another deployment writes its logs to the same directory.
         RlhfError: A process that was left outlives SIGKILL.
     """
     path = _path(deployment)
     with _locked(path) as file:
+        for other in _directory().glob("*.json"):
+            up = _read(other) if other != path and _is_locked(other) else None
+            if up and up.log_dir == deployment.log_dir:
+                raise Refused(
+                    f"{deployment.log_dir}: {up.config} (supervisor pid {up.supervisor}) writes its logs there; choose "
+                    "another directory with --log-dir"
+                )
         if left := _parse(file.read()):
             processes.stop(left.id, grace_s)
         file.seek(0)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+import psutil
+
 from controller.config.config import Config
 from deploy import preflight, processes, with_parent
 from deploy.devices import gpu_variables, gpus_by_service, visible_gpus
@@ -137,10 +139,12 @@ class Supervisor:
         Raises:
             RlhfError: A process outlives SIGKILL.
         """
-        processes.stop(self._deployment.id, self._launcher.grace_s)
+        ranks = [process for service in self._services for process in service.processes]
+        started = [psutil.Process(process.pid) for process in ranks if process.poll() is None]
+        processes.stop(self._deployment.id, self._launcher.grace_s, started)
+        for process in ranks:
+            process.wait(processes.KILL_TIMEOUT_S)
         for service in self._services:
-            for process in service.processes:
-                process.wait()
             if service.rendezvous:
                 service.rendezvous.close()
             if service.peers:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,8 +30,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.DescribeResponse(epoch=EPOCH, ranks=[worker_pb2.RankInfo()])
 
 
-def serve(address: str, status: Any = health_pb2.HealthCheckResponse.SERVING) -> None:
-    """Serves until SIGTERM."""
+def serve(address: str, status: Any = health_pb2.HealthCheckResponse.SERVING, linger_s: float = 0.0) -> None:
+    """Serves until SIGTERM, and keeps the address for `linger_s` seconds more."""
     # Before gRPC starts threads: one that handled the signal would not wake up this one.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     server = grpc.server(ThreadPoolExecutor(), options=[("grpc.so_reuseport", 0)])
@@ -41,6 +44,8 @@ def serve(address: str, status: Any = health_pb2.HealthCheckResponse.SERVING) ->
     if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
         threading.Event().wait()
     signal.sigwait({signal.SIGTERM})
+    servicer.enter_graceful_shutdown()
+    time.sleep(linger_s)
     server.stop(grace=None).wait(STOP_S)
     os._exit(0)
 
@@ -52,6 +57,10 @@ def main() -> None:
     parser.add_argument("--fatal", help="Say this fatal line and exit.")
     parser.add_argument("--crash", help="Say this line and exit with 3.")
     parser.add_argument("--ignore-sigterm", action="store_true", help="Have to be killed, and a child too.")
+    parser.add_argument(
+        "--linger", type=float, default=0.0, help="Keep the address for so long after SIGTERM."
+    )
+    parser.add_argument("--hide-environment", action="store_true", help="Overwrite it, as setproctitle does.")
     parser.add_argument("--not-serving", action="store_true", help="Never become healthy.")
     flags = parser.parse_args()
     if flags.fatal:
@@ -64,8 +73,11 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # Ignored signals stay ignored across exec. The child has a session and an environment of its own.
         subprocess.Popen(["sleep", "600"], start_new_session=True, env={})
+    if flags.hide_environment:
+        begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+        ctypes.memset(begin, 0, end - begin)
     states = health_pb2.HealthCheckResponse
-    serve(flags.address, states.NOT_SERVING if flags.not_serving else states.SERVING)
+    serve(flags.address, states.NOT_SERVING if flags.not_serving else states.SERVING, flags.linger)
 
 
 if __name__ == "__main__":

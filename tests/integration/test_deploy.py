@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -211,6 +213,46 @@ def test_a_service_that_ignores_sigterm_is_killed_with_its_children_after_the_gr
     code, _, _ = end_of(supervisor)
     assert code == 130
     assert all(is_gone(service) for service in services)
+
+
+def test_a_service_that_overwrites_its_environment_is_stopped_too(host: Host) -> None:
+    host.flags = {"one": ["--hide-environment"]}
+    supervisor = host.up()
+    services = host.services(supervisor)
+    assert len(services) == 2
+    supervisor.send_signal(signal.SIGINT)
+    code, _, _ = end_of(supervisor)
+    assert code == 130
+    assert all(is_gone(service) for service in services)
+
+
+def test_up_waits_for_services_of_another_config_that_are_about_to_end(host: Host) -> None:
+    """So that a run can be resumed as soon as its controller was killed."""
+    host.flags = {"one": ["--linger", "3"]}
+    supervisor = host.up()
+    shutil.copy(host.config, host.directory / "other.toml")
+    supervisor.send_signal(signal.SIGTERM)
+    host.flags = {}
+    following = host.start("up", "other.toml")
+    assert following.stdout is not None
+    assert following.stdout.readline() == "ready\n", following.communicate(timeout=TIMEOUT_S)
+    following.send_signal(signal.SIGTERM)
+    assert end_of(following)[0] == end_of(supervisor)[0] == 0
+
+
+def test_two_deployments_do_not_share_a_directory_of_logs(host: Host) -> None:
+    supervisor = host.up()
+    shutil.copy(host.config, host.directory / "other.toml")
+    ports = free_ports(2)
+    elsewhere = [f"services.{name}.address=127.0.0.1:{port}" for name, port in zip(("one", "two"), ports)]
+    others = [part for setting in elsewhere for part in ("--set", setting)]
+    code, _, err = host.run("up", "other.toml", "--log-dir", str(host.logs), *others)
+    assert code == 1
+    assert re.search(
+        rf"error: {host.logs}: .*two.toml \(supervisor pid {supervisor.pid}\) writes its logs", err
+    )
+    supervisor.send_signal(signal.SIGTERM)
+    assert end_of(supervisor)[0] == 0
 
 
 def test_services_end_with_a_supervisor_that_is_killed(host: Host) -> None:
