@@ -244,7 +244,9 @@ def test_two_deployments_do_not_share_a_directory_of_logs(host: Host) -> None:
     supervisor = host.up()
     shutil.copy(host.config, host.directory / "other.toml")
     ports = free_ports(2)
-    elsewhere = [f"services.{name}.address=127.0.0.1:{port}" for name, port in zip(("one", "two"), ports)]
+    elsewhere = [
+        f"services.{name}.address=127.0.0.1:{port}" for name, port in zip(("one", "two"), ports, strict=True)
+    ]
     others = [part for setting in elsewhere for part in ("--set", setting)]
     code, _, err = host.run("up", "other.toml", "--log-dir", str(host.logs), *others)
     assert code == 1
