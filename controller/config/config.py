@@ -160,7 +160,8 @@ class Config(Strict):
         checks.check_generation(self.services, self.generators)
         checks.check_sampling(self.rollout, self.services)
         checks.check_truncation(self.algorithm, self.rollout)
-        checks.check_best(self.checkpoint, self.run)
+        if self.run.epochs is None:
+            checks.check_best(self.checkpoint, self.run)
         checks.check_ahead(self.run, self.algorithm, self.rollout)
         checks.check_segments(self.run, self.rollout)
         checks.check_chunks(self.data, self.rollout)
@@ -182,7 +183,19 @@ def load(path: Path, settings: tuple[str, ...] = ()) -> Config:
         ConfigError: The file cannot be read or is invalid, or a setting has no "=", or a key before its last one is not
             a table; the text is one line that says what is wrong, and where.
     """
-    return validate(Config, override(read_toml(path), settings), str(path))
+    return validate(Config, with_settings(read_toml(path), settings), str(path))
+
+
+def with_settings(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str, Any]:
+    """Sets values in the tables of a config as `override` does, in place, and returns them. A setting of run.steps or
+    run.epochs removes the other of these keys, unless that is set too."""
+    tables = override(tables, settings)
+    keys = {setting.partition("=")[0].strip() for setting in settings}
+    run = tables.get("run")
+    for key, other in (("steps", "epochs"), ("epochs", "steps")):
+        if isinstance(run, dict) and f"run.{key}" in keys and f"run.{other}" not in keys:
+            run.pop(other, None)
+    return tables
 
 
 def as_config(given: AnyConfig) -> Config:

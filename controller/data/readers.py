@@ -47,7 +47,9 @@ class RowReader(Protocol):
         ...
 
 
-def open_rows(path: Path, key: str, split: str = "train", subset: str = "") -> RowReader:
+def open_rows(
+    path: Path, key: str, split: str = "train", subset: str = "", *, has_splits: bool = False
+) -> RowReader:
     """Opens a file or dataset and returns a reader of its rows.
 
     Args:
@@ -55,13 +57,14 @@ def open_rows(path: Path, key: str, split: str = "train", subset: str = "") -> R
             openai/gsm8k; or a text file; see `open_text`.
         key: Config key that names the path, for messages.
         split, subset: For a dataset: name of the split, and of the configuration; empty: the default configuration.
+        has_splits: Whether a saved dataset without splits is an error. False: it is taken for the split.
 
     Raises:
         ConfigError: The file or dataset does not exist or has no rows, or a library is missing.
     """
     rows: RowReader
     if (path.is_dir() and is_dataset(path)) or _may_be_on_hub(path):
-        rows = DatasetRows(_load_dataset(path, key, split, subset), f"{key}: {path}, split {split}")
+        rows = DatasetRows(_load_dataset(path, key, split, subset, has_splits=has_splits), f"{key}: {path}, split {split}")
     elif path.suffix == ".parquet":
         rows = DatasetRows(_load_parquet(path, key), f"{key}: {path}")
     else:
@@ -147,12 +150,17 @@ def _load_parquet(path: Path, key: str) -> Any:
     return _loaded(f"{key}: {path}", lambda datasets: datasets.Dataset.from_parquet(str(path)))
 
 
-def _load_dataset(path: Path, key: str, split: str, subset: str) -> Any:
+def _load_dataset(path: Path, key: str, split: str, subset: str, *, has_splits: bool) -> Any:
     def load(datasets: Any) -> Any:
         if not any((path / name).is_file() for name in SAVED):
             return datasets.load_dataset(str(path), subset or None, split=split)
         saved = datasets.load_from_disk(str(path))
         if not isinstance(saved, datasets.DatasetDict):
+            if has_splits:
+                raise ConfigError(
+                    f"{key}: {path} has no splits; give the held-out rows, or heldout_rows, the number of its rows to "
+                    "hold out"
+                )
             return saved
         if split not in saved:
             raise ConfigError(f"{key}: {path} has no split {split!r}; it has: {', '.join(saved)}")
