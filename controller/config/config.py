@@ -25,6 +25,10 @@ from settings.strict import Strict, override, read_toml, validate
 from settings.values import ValuesTable
 
 
+EXCLUSIVE = (("run.steps", "run.epochs"), ("data.heldout", "data.heldout_rows"))
+"""Pairs of keys of which a config has one."""
+
+
 class Config(Strict):
     """Configuration of a run: all tables of the config file, and the keys above them."""
 
@@ -187,14 +191,16 @@ def load(path: Path, settings: tuple[str, ...] = ()) -> Config:
 
 
 def with_settings(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str, Any]:
-    """Sets values in the tables of a config as `override` does, in place, and returns them. A setting of run.steps or
-    run.epochs removes the other of these keys, unless that is set too."""
+    """Sets values in the tables of a config as `override` does, in place, and returns them. A setting of one of two
+    keys that exclude each other (`EXCLUSIVE`) removes the other of the file, unless that is set too."""
     tables = override(tables, settings)
-    keys = {setting.partition("=")[0].strip() for setting in settings}
-    run = tables.get("run")
-    for key, other in (("steps", "epochs"), ("epochs", "steps")):
-        if isinstance(run, dict) and f"run.{key}" in keys and f"run.{other}" not in keys:
-            run.pop(other, None)
+    given = {setting.partition("=")[0].strip() for setting in settings}
+    for pair in EXCLUSIVE:
+        for key, other in (pair, pair[::-1]):
+            name, _, leaf = other.partition(".")
+            table = tables.get(name)
+            if isinstance(table, dict) and key in given and other not in given:
+                table.pop(leaf, None)
     return tables
 
 

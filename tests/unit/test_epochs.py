@@ -13,6 +13,7 @@ import pytest
 from controller import cli
 from controller.algorithms import find_algorithm
 from controller.config.config import Config, as_config, load, with_settings
+from controller.config.data import NOWHERE
 from controller.data.loader import Loader
 from controller.plan import Plan
 from rlhf.errors import ConfigError
@@ -72,6 +73,13 @@ def test_a_setting_of_one_replaces_the_other_of_the_file() -> None:
     }
     with pytest.raises(ConfigError, match="run: give steps or epochs, not both"):
         load(QUICKSTART, ("run.epochs=2", "run.steps=7"))
+
+
+def test_a_setting_of_held_out_rows_replaces_their_path() -> None:
+    data = load(QUICKSTART, ("data.heldout_rows=3",)).data
+    assert (data.heldout, data.heldout_rows) == (NOWHERE, 3)
+    with pytest.raises(ConfigError, match="data: give heldout, or heldout_rows, not both"):
+        load(QUICKSTART, ("data.heldout_rows=3", "data.heldout=a.jsonl"))
 
 
 def test_the_best_checkpoint_is_checked_where_the_steps_are_known(
