@@ -24,7 +24,6 @@ from settings.services import Service
 from settings.strict import Strict, override, read_toml, validate
 from settings.values import ValuesTable
 
-
 EXCLUSIVE = (("run.steps", "run.epochs"), ("data.heldout", "data.heldout_rows"))
 """Pairs of keys of which a config has one."""
 
