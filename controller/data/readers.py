@@ -57,14 +57,18 @@ def open_rows(
             openai/gsm8k; or a text file; see `open_text`.
         key: Config key that names the path, for messages.
         split, subset: For a dataset: name of the split, and of the configuration; empty: the default configuration.
-        has_splits: Whether a saved dataset without splits is an error. False: it is taken for the split.
+        has_splits: Whether a file, or a saved dataset without splits, is an error. False: it is taken for the split.
 
     Raises:
         ConfigError: The file or dataset does not exist or has no rows, or a library is missing.
     """
     rows: RowReader
+    if has_splits and path.is_file():
+        raise ConfigError(_without_splits(path, key))
     if (path.is_dir() and is_dataset(path)) or _may_be_on_hub(path):
-        rows = DatasetRows(_load_dataset(path, key, split, subset, has_splits=has_splits), f"{key}: {path}, split {split}")
+        rows = DatasetRows(
+            _load_dataset(path, key, split, subset, has_splits=has_splits), f"{key}: {path}, split {split}"
+        )
     elif path.suffix == ".parquet":
         rows = DatasetRows(_load_parquet(path, key), f"{key}: {path}")
     else:
@@ -157,16 +161,17 @@ def _load_dataset(path: Path, key: str, split: str, subset: str, *, has_splits: 
         saved = datasets.load_from_disk(str(path))
         if not isinstance(saved, datasets.DatasetDict):
             if has_splits:
-                raise ConfigError(
-                    f"{key}: {path} has no splits; give the held-out rows, or heldout_rows, the number of its rows to "
-                    "hold out"
-                )
+                raise ConfigError(_without_splits(path, key))
             return saved
         if split not in saved:
             raise ConfigError(f"{key}: {path} has no split {split!r}; it has: {', '.join(saved)}")
         return saved[split]
 
     return _loaded(f"{key}: dataset {path}", load)
+
+
+def _without_splits(path: Path, key: str) -> str:
+    return f"{key}: {path} has no splits; give the held-out rows, or heldout_rows, the number of its rows to hold out"
 
 
 def _loaded(what: str, load: Callable[[Any], Any]) -> Any:

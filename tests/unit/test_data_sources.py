@@ -155,9 +155,13 @@ def test_rows_of_a_source_may_be_held_out(kind: str, tmp_path: Path) -> None:
 
 def test_a_dataset_without_splits_is_not_its_own_test(tmp_path: Path) -> None:
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ConfigError, match=r"data\.heldout: .*saved has no splits; give the held-out rows, or held"):
+    with pytest.raises(
+        ConfigError, match=r"data\.heldout: .*saved has no splits; give the held-out rows, or held"
+    ):
         load_data(config(train=tmp_path / "saved"))
     assert [len(part) for part in load_data(config(train=tmp_path / "saved", heldout_rows=1))] == [1, 1]
+    with pytest.raises(ConfigError, match=r"data\.heldout: .*rows has no splits"):
+        load_data(config(train=write_jsonl(tmp_path / "rows", ROWS)))
 
 
 @pytest.mark.parametrize("wrong", [0, 9, 19])
@@ -308,13 +312,19 @@ def test_a_template_that_refuses_is_named_with_the_row(tmp_path: Path, tokenizer
         ({"train": "a.jsonl"}, "heldout: required, and not given"),
         ({"train": "a.jsonl", "heldout": "b.jsonl", "sources": [{"path": "c", "heldout": "d"}]}, "not both"),
         ({"sources": [{"path": "c.jsonl"}]}, "is a file, which has no splits"),
-        ({"train": "a.jsonl", "heldout": "b.jsonl", "heldout_rows": 1}, "give heldout, or heldout_rows, not both"),
-        ({"sources": [{"path": "c", "heldout": "d", "heldout_rows": 1}]}, "give heldout, or heldout_rows, not both"),
+        (
+            {"train": "a.jsonl", "heldout": "b.jsonl", "heldout_rows": 1},
+            "give heldout, or heldout_rows, not both",
+        ),
+        (
+            {"sources": [{"path": "c", "heldout": "d", "heldout_rows": 1}]},
+            "give heldout, or heldout_rows, not both",
+        ),
         ({"sources": [{"path": "c"}], "subset": "main"}, "subset: is a key of each table"),
         ({"sources": [{"path": "c"}], "columns": {"prompt": "q"}}, "columns: is a key of each table"),
-        ({"train": "o/c", "template": "no place"}, "prompt} has to be in it once"),
-        ({"train": "o/c", "template": "{prompt}{prompt}"}, "prompt} has to be in it once"),
-        ({"sources": [{"path": "c", "template": "{}"}]}, "prompt} has to be in it once"),
+        ({"train": "o/c", "template": "no place"}, "prompt} has to be in it exactly once"),
+        ({"train": "o/c", "template": "{prompt}{prompt}"}, "prompt} has to be in it exactly once"),
+        ({"sources": [{"path": "c", "template": "{}"}]}, "prompt} has to be in it exactly once"),
         ({"train": "o/c", "chat_options": {"messages": []}}, "messages is no variable of a template"),
         ({"train": "o/c", "chat_options": {"tokenize": True}}, "tokenize is no variable of a template"),
         ({"sources": [{"path": "o/c"}, {"path": "o/c"}]}, "'o/c' is there twice"),
