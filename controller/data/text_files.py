@@ -189,7 +189,7 @@ class CsvRows(TextRows):
         values = next(iter(_CsvRecords(io.BytesIO(text))))
         if len(values) != len(self._names):
             raise ValueError(
-                f"{len(values)} fields, and the first line names {len(self._names)}: {', '.join(self._names)}"
+                f"{len(values)} field{'s' * (len(values) != 1)}, and the first line names {len(self._names)}: {', '.join(self._names)}"
             )
         return dict(zip(self._names, values, strict=True))
 
