@@ -188,8 +188,9 @@ class CsvRows(TextRows):
     def _parsed(self, text: bytes) -> Row:
         values = next(iter(_CsvRecords(io.BytesIO(text))))
         if len(values) != len(self._names):
+            found = f"{len(values)} field{'s' * (len(values) != 1)}"
             raise ValueError(
-                f"{len(values)} field{'s' * (len(values) != 1)}, and the first line names {len(self._names)}: {', '.join(self._names)}"
+                f"{found}, and the first line names {len(self._names)}: {', '.join(self._names)}"
             )
         return dict(zip(self._names, values, strict=True))
 
