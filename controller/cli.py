@@ -16,6 +16,7 @@ from controller import algorithms
 from controller.checkpoints.termination import Termination
 from controller.config.config import Config, load
 from controller.config.devices import ranks_line
+from controller.epochs import steps_of_epochs
 from controller.evaluate import evaluate
 from controller.foresight import check_listening, check_models
 from controller.job import resume, run
@@ -229,6 +230,8 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
         plan = Plan.of(algorithm, config)
         config, (train, heldout) = plan.config, plan.data
         click.echo(f"data: {len(train)} train and {len(heldout)} held-out rows", err=True)
+        if line := steps_of_epochs(config, len(train)):
+            click.echo(line, err=True)
     else:
         config = algorithm.configure(config)
         check_models(config)

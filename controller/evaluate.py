@@ -7,7 +7,7 @@ from pathlib import Path
 
 from controller.checkpoints.resume_point import ResumePoint
 from controller.config.checkpoint import CheckpointTable
-from controller.config.config import Config, load
+from controller.config.config import Config, load, with_settings
 from controller.job import FinishedRun
 from controller.opening import open_planned
 from controller.plan import Plan
@@ -16,7 +16,7 @@ from controller.training.algorithm import Algorithm, UnreadOptions
 from controller.training.pass_at_k import sampled_evaluation
 from controller.training.run import Run
 from rlhf.errors import ConfigError
-from settings.strict import override, validate
+from settings.strict import validate
 
 MODEL_FILE = "config.json"
 """File by which a directory is a model directory."""
@@ -81,7 +81,9 @@ def _config(
     if point:
         tables = point.facts["config"]
         config = (
-            load(path, settings) if path else validate(Config, override(tables, settings), str(directory))
+            load(path, settings)
+            if path
+            else validate(Config, with_settings(tables, settings), str(directory))
         )
     elif path:
         config = load(path, (*settings, f"services.actor.model='{directory}'"))

@@ -18,8 +18,9 @@ from controller.checkpoints.saver import Checkpointer
 from controller.checkpoints.store import CheckpointStore
 from controller.checkpoints.termination import Termination
 from controller.config.config import Config
-from controller.data.draws import Limit, longest_prompt, overlong_share
-from controller.data.prompts import PromptData
+from controller.data.draws import Limit, longest_prompt
+from controller.data.length_lines import prompts_left_out, responses_cut
+from controller.epochs import steps_of_epochs
 from controller.foresight import arena_warnings
 from controller.launch import LaunchedServices
 from controller.plan import CONFIG_FILE, Plan
@@ -85,7 +86,7 @@ def open_planned(
         directory.write_text(CONFIG_FILE, plan.resolved(config))
         before = plan.resumes.facts.get("limits") if plan.resumes else None
         limits = row_limits(config, cluster.token_services(), before)
-        if line := _limit_line(plan.data, limits[0]):
+        for line in _data_lines(plan, config, limits[0]):
             progress.message(line)
         progress.message(f"run directory: {directory.path}")
         progress.begin(config.run.steps, plan.resumes.step if plan.resumes else 0)
@@ -265,25 +266,15 @@ def _session(plan: Plan, directory: RunDirectory, *, take_over: bool) -> Session
     )
 
 
-def _limit_line(data: tuple[PromptData, PromptData], limit: Limit | None) -> str:
-    """Returns a line for the terminal on how many prompts of a sample are too long, or that lengths are not checked;
-    empty where no prompt of the sample is too long.
-
-    Args:
-        data: Training prompts and held-out prompts.
-        limit: Limit on the length of prompts; None: not checked.
-    """
-    if limit is None:
-        return "prompts are not checked for their length: their tokens cannot be counted here (see data.tokenizer)"
-    (long, of), (long_heldout, of_heldout) = (
-        overlong_share(rows, limit, lambda prompt: prompt.text) for rows in data
+def _data_lines(plan: Plan, config: Config, limit: Limit | None) -> list[str]:
+    """Returns lines for the terminal on the rows of a run: how many steps `run.epochs` are, and which rows are too
+    long for `limit`, or have longer responses than are trained."""
+    lines = (
+        steps_of_epochs(config, len(plan.data[0])),
+        prompts_left_out(plan.data, limit),
+        responses_cut(config, plan.data, plan.algorithm.columns),
     )
-    if not long and not long_heldout:
-        return ""
-    return (
-        f"prompts of more than {limit.tokens} tokens are left out ({limit.why}): {long} of {of} training rows looked "
-        f"at, {long_heldout} of {of_heldout} held-out ones"
-    )
+    return [line for line in lines if line]
 
 
 def pointing_to_log(error: RlhfError, launched: LaunchedServices | None) -> RlhfError:

@@ -13,14 +13,15 @@ import tomli_w
 from controller.algorithms import AnyAlgorithm, as_algorithm, reference_of
 from controller.checkpoints.facts import check_config, check_contents, contents_of
 from controller.checkpoints.resume_point import ResumePoint
-from controller.config.config import Config
+from controller.config.config import Config, with_settings
 from controller.data.prompts import PromptData, TextData, load_data
+from controller.epochs import with_steps
 from controller.foresight import check_models, fetch_descriptions
 from controller.identity import Identity
 from controller.tracking.contents import RUN_FILE, SUMMARY_FILE, read_json
 from controller.training.algorithm import Algorithm
 from rlhf.errors import ConfigError
-from settings.strict import override, read_toml, validate
+from settings.strict import read_toml, validate
 
 CONFIG_FILE = "config.toml"
 
@@ -57,6 +58,7 @@ class Plan:
         started_unix_ns = time.time_ns()
         config = algorithm.configure(config)
         data, pretrain = _read(algorithm, config, started_unix_ns)
+        config = with_steps(config, len(data[0]))
         identity = Identity.of(reference_of(algorithm), config.run.seed, started_unix_ns)
         return Plan(algorithm, config, data, pretrain, identity)
 
@@ -91,8 +93,10 @@ class Plan:
             raise ConfigError(f"{run_dir} is a run of {stored['algorithm']}, not of {reference_of(found)}")
         config = found.configure(_config_of(run_dir, settings))
         check_config(point.facts["config"], found.resolved(config), elsewhere=elsewhere)
-        _check_unfinished(point, config)
+        if config.run.epochs is None:
+            _check_unfinished(point, config)
         data, pretrain = _read(found, config, point.started_unix_ns)
+        config = with_steps(config, len(data[0]))
         identity = Identity.of(stored["algorithm"], config.run.seed, point.started_unix_ns)
         return Plan(found, config, data, pretrain, identity, elsewhere=elsewhere).at(point)
 
@@ -136,7 +140,7 @@ def _config_of(run_dir: Path, settings: tuple[str, ...]) -> Config:
     """Reads the config of a run with `settings` put into it. Where the run directory was moved, `run.directory` is its
     parent now."""
     path = run_dir / CONFIG_FILE
-    config = validate(Config, override(read_toml(path), settings), str(path))
+    config = validate(Config, with_settings(read_toml(path), settings), str(path))
     parent = run_dir.resolve().parent
     if config.run.directory.resolve() == parent:
         return config
@@ -144,13 +148,14 @@ def _config_of(run_dir: Path, settings: tuple[str, ...]) -> Config:
 
 
 def _check_unfinished(point: ResumePoint, config: Config) -> None:
-    """Raises ConfigError where a run has ended after the step of a point."""
+    """Raises ConfigError where a run has ended after the step of a point, of a config whose steps are known."""
     if not (point.run_dir / SUMMARY_FILE).exists():
         return
     if point.run["is_ended"]:
         raise ConfigError(f"{point.run_dir}: the algorithm has ended the run after step {point.step}")
     if point.step >= config.run.steps:
+        key = "steps" if config.run.epochs is None else "epochs"
         raise ConfigError(
-            f"{point.run_dir}: the run has ended after its {point.step} steps; --set run.steps=NUMBER, with a larger "
+            f"{point.run_dir}: the run has ended after its {point.step} steps; --set run.{key}=NUMBER, with a larger "
             "number, goes on"
         )

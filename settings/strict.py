@@ -54,26 +54,41 @@ def override(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str, Any
 
     Args:
         tables: Parsed TOML.
-        settings: Overrides "key.path=value". A value that is not valid TOML is taken as text.
+        settings: Overrides "key.path=value". A value that is not valid TOML is taken as text. The key of an element of
+            a list is its number, from 0, as in "data.sources.0.path=rows.jsonl".
 
     Raises:
-        ConfigError: A setting has no "=", or a key before the last one is not a table.
+        ConfigError: A setting has no "=", a key before the last one is not a table or a list, or a list has no element
+            of a number.
     """
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
             raise ConfigError(f"setting {setting!r}: expected key.path=value")
         *parents, leaf = key.strip().split(".")
-        table = tables
+        table: Any = tables
         for parent in parents:
-            table = table.setdefault(parent, {})
-            if not isinstance(table, dict):
+            place = _place(table, parent, setting)
+            table = table.setdefault(place, {}) if isinstance(table, dict) else table[place]
+            if not isinstance(table, dict | list):
                 raise ConfigError(f"setting {setting!r}: {parent!r} is a value, not a table")
+        place = _place(table, leaf, setting)
         try:
-            table[leaf] = tomllib.loads(f"value = {text}")["value"]
+            table[place] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
-            table[leaf] = text
+            table[place] = text
     return tables
+
+
+def _place(table: dict[str, Any] | list[Any], key: str, setting: str) -> Any:
+    """Returns a key of a table, or the index of a list that is written as its key. Raises ConfigError where the list
+    has no such element."""
+    if isinstance(table, dict):
+        return key
+    if not (key.isascii() and key.isdecimal() and int(key) < len(table)):
+        there = f"the numbers 0 to {len(table) - 1}" if table else "none, since it is empty"
+        raise ConfigError(f"setting {setting!r}: {key!r} is no element of a list; there are: {there}")
+    return int(key)
 
 
 def validate(kind: type[M], tables: dict[str, Any], source: str) -> M:

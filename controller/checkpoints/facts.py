@@ -19,7 +19,7 @@ MAY_DIFFER = frozenset(
     {
         *(
             f"run.{key}"
-            for key in ("steps", "evaluate_every", "verify_every", "samples", "name", "directory")
+            for key in ("steps", "epochs", "evaluate_every", "verify_every", "samples", "name", "directory")
         ),
         *(f"run.{key}" for key in ("call_timeout_s", "save_timeout_s", "connect_timeout_s")),
         *(f"data.{key}" for key in ("train", "heldout", "pretrain", "tokenizer")),

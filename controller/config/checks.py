@@ -209,7 +209,8 @@ def check_truncation(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
 
 def check_best(checkpoint: CheckpointTable, run: RunTable) -> None:
     """Raises ValueError where the best checkpoint is chosen by a metric of evaluations, and no step has both an
-    evaluation and a checkpoint. The last step has an evaluation in any case."""
+    evaluation and a checkpoint. The last step has an evaluation in any case. For `run.epochs`, `run.steps` has to be
+    known."""
     if not checkpoint.best.startswith("evaluation/"):
         return
     if checkpoint.at_end or run.steps % checkpoint.every == 0:

@@ -24,6 +24,9 @@ from settings.services import Service
 from settings.strict import Strict, override, read_toml, validate
 from settings.values import ValuesTable
 
+EXCLUSIVE = (("run.steps", "run.epochs"), ("data.heldout", "data.heldout_rows"))
+"""Pairs of keys of which a config has one."""
+
 
 class Config(Strict):
     """Configuration of a run: all tables of the config file, and the keys above them."""
@@ -161,7 +164,8 @@ class Config(Strict):
         checks.check_generation(self.services, self.generators)
         checks.check_sampling(self.rollout, self.services)
         checks.check_truncation(self.algorithm, self.rollout)
-        checks.check_best(self.checkpoint, self.run)
+        if self.run.epochs is None:
+            checks.check_best(self.checkpoint, self.run)
         checks.check_ahead(self.run, self.algorithm, self.rollout)
         checks.check_segments(self.run, self.rollout)
         checks.check_chunks(self.data, self.rollout)
@@ -183,7 +187,21 @@ def load(path: Path, settings: tuple[str, ...] = ()) -> Config:
         ConfigError: The file cannot be read or is invalid, or a setting has no "=", or a key before its last one is not
             a table; the text is one line that says what is wrong, and where.
     """
-    return validate(Config, override(read_toml(path), settings), str(path))
+    return validate(Config, with_settings(read_toml(path), settings), str(path))
+
+
+def with_settings(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str, Any]:
+    """Sets values in the tables of a config as `override` does, in place, and returns them. A setting of one of two
+    keys that exclude each other (`EXCLUSIVE`) removes the other of the file, unless that is set too."""
+    tables = override(tables, settings)
+    given = {setting.partition("=")[0].strip() for setting in settings}
+    for pair in EXCLUSIVE:
+        for key, other in (pair, pair[::-1]):
+            name, _, leaf = other.partition(".")
+            table = tables.get(name)
+            if isinstance(table, dict) and key in given and other not in given:
+                table.pop(leaf, None)
+    return tables
 
 
 def as_config(given: AnyConfig) -> Config:

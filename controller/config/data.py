@@ -3,24 +3,66 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
 from settings.strict import Positive, Strict
 
 NOWHERE = Path()
 """Value of a path that is not given."""
+QUESTION = "{prompt}"
+"""Place of the prompt of a row in a template."""
+SET_BY_RENDERING = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+"""Arguments of `apply_chat_template` of transformers that are no variables of a template, or that rendering sets."""
+
+
+def _check_template(template: str) -> str:
+    if template and template.count(QUESTION) != 1:
+        raise ValueError(f"{QUESTION} has to be in it exactly once (given: {template!r})")
+    return template
+
+
+def _check_heldout(path: Path, heldout: Path | None, heldout_rows: int, required: str = "") -> None:
+    """Raises ValueError where held-out rows are given twice, or not at all; `required` begins the latter message."""
+    if heldout is not None and heldout_rows:
+        raise ValueError("give heldout, or heldout_rows, not both")
+    if heldout is None and not heldout_rows and path.suffix:
+        raise ValueError(
+            f"heldout: {required}{path} is a file, which has no splits; give the held-out rows, or heldout_rows, the "
+            "number of its rows to hold out"
+        )
+
+
+Template = Annotated[str, AfterValidator(_check_template)]
 
 
 class SourceTable(Strict):
     """One of several sources of the rows of a run; see docs/data.md."""
 
     path: Path
-    """Rows to train on: a JSONL or parquet file, a directory with a dataset, or the name of one on the Hugging Face
-    hub."""
+    """Rows to train on: a JSONL, JSON, CSV or parquet file, a directory with a dataset, or the name of one on the
+    Hugging Face hub."""
     heldout: Path | None = None
-    """Rows to evaluate on. Not given: the split `heldout_split` of `path`, which must then be a dataset."""
+    """Rows to evaluate on. Not given: `heldout_rows` of `path`, or its split `heldout_split`, where it is a dataset."""
+    heldout_rows: int = Field(default=0, ge=0)
+    """Number of rows of `path` that are held out: not trained on, but evaluated on; a fixed random choice. 0: none."""
     name: str = ""
     """Name of the source in the rows' column `source`. Empty: the path."""
     weight: float = Field(default=1.0, gt=0)
@@ -36,6 +78,10 @@ class SourceTable(Strict):
     """For a dataset: name of the split to evaluate on."""
     subset: str = ""
     """For a dataset: name of its configuration (subset), such as main. Empty: the default one."""
+    system: str | None = None
+    """System message of the source's conversations. Not given: `data.system`."""
+    template: Template | None = None
+    """Template of the source's prompts. Not given: `data.template`."""
 
     @property
     def label(self) -> str:
@@ -44,8 +90,7 @@ class SourceTable(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> SourceTable:
-        if self.heldout is None and self.path.suffix:
-            raise ValueError(f"heldout: {self.path} is a file, which has no splits; give the held-out rows")
+        _check_heldout(self.path, self.heldout, self.heldout_rows)
         return self
 
 
@@ -53,12 +98,24 @@ class DataTable(Strict):
     """Sources of rows, which have fields `prompt`, `ground_truth` and any further ones; see docs/data.md."""
 
     train: Path = NOWHERE
-    """Rows to train on: a JSONL or parquet file, a directory with a dataset, or the name of one on the Hugging Face
-    hub. Required unless `sources` is given."""
+    """Rows to train on: a JSONL, JSON, CSV or parquet file, a directory with a dataset, or the name of one on the
+    Hugging Face hub. Required unless `sources` is given."""
     heldout: Path = NOWHERE
-    """Rows to evaluate on, in the same forms as `train`. Required unless `sources` is given."""
+    """Rows to evaluate on, in the same forms as `train`. Not given: `heldout_rows` of `train`, or its split
+    `heldout_split`, where it is a dataset."""
+    heldout_rows: int = Field(default=0, ge=0)
+    """Number of rows of `train` that are held out: not trained on, but evaluated on; a fixed random choice. 0: none."""
+    columns: dict[str, str] = {}
+    """Names of the fields of `train` and `heldout` where they differ from this package's, for example
+    `columns.prompt = "question"`."""
+    split: str = "train"
+    """For a dataset: name of the split to train on."""
+    heldout_split: str = "test"
+    """For a dataset: name of the split to evaluate on."""
+    subset: str = ""
+    """For a dataset: name of its configuration (subset), such as main. Empty: the default one."""
     sources: tuple[SourceTable, ...] = ()
-    """Several weighted sources, each with its own reward, in place of `train` and `heldout`."""
+    """Several weighted sources, each with its own reward, in place of the keys above."""
     prompts_per_step: Positive = 128
     """Number of prompts in the batch of one step."""
     max_prompt_tokens: int = Field(default=0, ge=0)
@@ -72,25 +129,57 @@ class DataTable(Strict):
     tokens. Not given: the model of the actor, or of the first service with one."""
     chat: bool = False
     """Renders prompts that are plain text with the chat template too, as one message of the user."""
+    chat_options: dict[str, JsonValue] = {}
+    """Variables for the chat template, as arguments of the tokenizer's apply_chat_template, for example
+    `chat_options.enable_thinking = false`."""
+    system: str = ""
+    """System message that begins conversations without one. Empty: none."""
+    template: Template = ""
+    """Text around the prompt of a row, whose place is {prompt}; in a conversation, around the last message of the user.
+    For example `"{prompt}\\nPut the final answer after ####."`. Empty: the prompt alone."""
     pretrain: Path | None = None
     """Pretraining texts, JSONL rows with a field `text`, whose loss algorithms with `pretrain_coefficient` add to the
     actor's. Not given: none."""
 
     @property
     def all_sources(self) -> tuple[SourceTable, ...]:
-        """All sources: `sources`, or one that is made of `train` and `heldout`."""
-        return self.sources or (SourceTable(path=self.train, heldout=self.heldout),)
+        """All sources: `sources`, or one that is made of the keys of a single source."""
+        if self.sources:
+            return self.sources
+        heldout = None if self.heldout == NOWHERE else self.heldout
+        return (
+            SourceTable(path=self.train, heldout=heldout, **{key: getattr(self, key) for key in _OF_ROWS}),
+        )
+
+    @field_validator("chat_options")
+    @classmethod
+    def _check_chat_options(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        wrong = sorted(SET_BY_RENDERING.intersection(options))
+        if wrong:
+            raise ValueError(f"{wrong[0]} is no variable of a template, or one that the data sets itself")
+        return options
 
     @model_validator(mode="after")
     def _check(self) -> DataTable:
-        if self.sources:
-            if self.train != NOWHERE or self.heldout != NOWHERE:
-                raise ValueError("give train and heldout, or sources, not both")
-            labels = [source.label for source in self.sources]
-            twice = sorted({label for label in labels if labels.count(label) > 1})
-            if twice:
-                raise ValueError(f"sources: {twice[0]!r} is there twice; give each a name of its own")
-        elif NOWHERE in (self.train, self.heldout):
-            missing = "train" if self.train == NOWHERE else "heldout"
-            raise ValueError(f"{missing}: required, and not given")
+        if not self.sources:
+            if self.train == NOWHERE:
+                raise ValueError("train: required, and not given")
+            heldout = None if self.heldout == NOWHERE else self.heldout
+            _check_heldout(self.train, heldout, self.heldout_rows, "required, and not given: ")
+            return self
+        if self.train != NOWHERE or self.heldout != NOWHERE:
+            raise ValueError("give train and heldout, or sources, not both")
+        for key in _OF_ROWS:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"{key}: is a key of each table [[data.sources]] where there are several sources"
+                )
+        labels = [source.label for source in self.sources]
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        if twice:
+            raise ValueError(f"sources: {twice[0]!r} is there twice; give each a name of its own")
         return self
+
+
+_OF_ROWS = ("heldout_rows", "columns", "split", "heldout_split", "subset")
+"""Keys of `DataTable` that describe its single source as those of `SourceTable` describe one of several."""

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from controller.data.prompt_form import NoTemplate
 from controller.data.readers import required
 from rlhf.errors import ConfigError
 
@@ -30,10 +31,17 @@ class Chat:
         directory: Model directory with chat_template.jinja, tokenizer_config.json and tokenizer.json.
         now_unix_s: Unix time in seconds that the template function `strftime_now` formats, in UTC: the start of the
             run, so that a run that is continued on another day has the same prompts. Default: now.
+        options: Further variables of the template by name, such as enable_thinking. Default: none.
     """
 
-    def __init__(self, directory: Path, now_unix_s: float | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        now_unix_s: float | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self._directory = directory
+        self._options = dict(options or {})
         self._now = datetime.fromtimestamp(time.time() if now_unix_s is None else now_unix_s, UTC)
 
     def render(self, messages: Messages) -> str:
@@ -41,13 +49,13 @@ class Chat:
         `add_generation_prompt=True`. A BOS token at its begin is removed where the tokenizer adds one itself.
 
         Raises:
-            ConfigError: The model has no chat template, or the template cannot render the conversation.
+            NoTemplate: The model has no chat template.
+            ConfigError: The template cannot render the conversation.
         """
         jinja2 = required("jinja2", "chat templates")
+        variables = {"tools": None, "documents": None, **self._special, **self._options}
         try:
-            text = self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
-            )
+            text = self._template.render({**variables, "messages": messages, "add_generation_prompt": True})
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise ConfigError(f"the chat template of {self._directory} refuses it: {error}") from None
         begin = self._special.get("bos_token", "")
@@ -104,9 +112,9 @@ class Chat:
         if isinstance(given, list):
             given = {entry["name"]: entry["template"] for entry in given}.get("default")
         if not given:
-            raise ConfigError(
+            raise NoTemplate(
                 f"{self._directory} has no chat template (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json), and a prompt of the data is a list of messages"
+                "tokenizer_config.json)"
             )
         return given
 

@@ -126,8 +126,8 @@ def overlong_share(data: Data[T], limit: Limit, text_of: Callable[[T], str]) -> 
     Raises:
         ConfigError: A row cannot be read, or one is too long and `limit.refuses` is True.
     """
-    sample = _sample(data)
-    return len(sample) - len(_read_fitting(data, sample, limit, text_of)), len(sample)
+    rows = sample(data)
+    return len(rows) - len(_read_fitting(data, rows, limit, text_of)), len(rows)
 
 
 def longest_prompt(config: Config, data: Sequence[Data[Any]]) -> int:
@@ -136,10 +136,10 @@ def longest_prompt(config: Config, data: Sequence[Data[Any]]) -> int:
     if config.data.max_prompt_tokens:
         return config.data.max_prompt_tokens
     try:
-        count = _counter(config)
+        count = counter(config)
     except ConfigError:
         return 0
-    return max(max(count([rows[int(row)].text for row in _sample(rows)])) for rows in data)
+    return max(max(count([rows[int(row)].text for row in sample(rows)])) for rows in data)
 
 
 def prompt_limit(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Limit | None:
@@ -199,7 +199,7 @@ def _limit(config: Config, limits: Sequence[tuple[int, str]], asked_by: str = ""
     refuses = config.data.overlong == "error"
     asked_by = asked_by or ('data.overlong = "error"' if refuses else "")
     try:
-        count = _counter(config, asked_by)
+        count = counter(config, asked_by)
     except ConfigError:
         if asked_by:
             raise
@@ -208,7 +208,7 @@ def _limit(config: Config, limits: Sequence[tuple[int, str]], asked_by: str = ""
     return Limit(tokens, why, count, refuses)
 
 
-def _counter(config: Config, asked_by: str = "") -> Callable[[Sequence[str]], list[int]]:
+def counter(config: Config, asked_by: str = "") -> Callable[[Sequence[str]], list[int]]:
     """Returns the function that counts the tokens of texts, by the tokenizer of the config. `asked_by` is the config
     key that needs it, for the message of the error.
 
@@ -222,7 +222,7 @@ def _counter(config: Config, asked_by: str = "") -> Callable[[Sequence[str]], li
     return chat.count
 
 
-def _sample(data: Data[Any]) -> np.ndarray:
+def sample(data: Data[Any]) -> np.ndarray:
     """Returns the numbers of at most `NUM_SAMPLED` rows, evenly spaced over the data."""
     return np.unique(np.linspace(0, len(data) - 1, NUM_SAMPLED).astype(np.int64))
 

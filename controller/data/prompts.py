@@ -11,8 +11,12 @@ import numpy as np
 from controller.config.config import Config
 from controller.config.data import SourceTable
 from controller.data.chat import Chat
-from controller.data.prompt_source import MalformedRow, Prompt, PromptSource, Render, check_text, no_template
-from controller.data.readers import Row, RowReader, open_rows
+from controller.data.malformed import MalformedRow, check_text
+from controller.data.prompt_form import PromptForm, Render, no_template
+from controller.data.prompt_source import Prompt, PromptSource
+from controller.data.readers import RowReader, open_rows
+from controller.data.splits import split_off
+from controller.data.text_files import Row
 from controller.role_groups.dataflow import FutureBatch
 from rlhf.errors import ConfigError
 from settings.reward import RewardTable
@@ -44,7 +48,7 @@ class PromptData:
         Raises:
             ConfigError: The file is missing or empty, or a line of it is malformed.
         """
-        source = PromptSource(open_rows(path, key), no_template)
+        source = PromptSource(open_rows(path, key), PromptForm())
         source.check()
         return PromptData([source])
 
@@ -149,22 +153,27 @@ def load_data(
     Raises:
         ConfigError: A source cannot be read, or has a malformed row.
     """
-    render = Chat(config.tokenizer, started_unix_s).render if config.tokenizer else no_template
+    table = config.data
+    options = table.chat_options
+    render = Chat(config.tokenizer, started_unix_s, options).render if config.tokenizer else no_template
     train, heldout = [], []
-    for number, source in enumerate(config.data.all_sources):
-        keys = (
-            (f"data.sources.{number}.path", f"data.sources.{number}.heldout")
-            if config.data.sources
-            else ("data.train", "data.heldout")
-        )
-        splits = (
-            (train, source.path, source.split, keys[0]),
-            (heldout, source.heldout or source.path, source.heldout_split, keys[1]),
-        )
-        for sources, path, split, key in splits:
-            rows = open_rows(path, key, split, source.subset)
-            sources.append(_prompt_source(config, source, rows, render, columns))
+    for number, source in enumerate(table.all_sources):
+        prefix = f"data.sources.{number}." if table.sources else "data."
+        keys = (f"{prefix}{'path' if table.sources else 'train'}", f"{prefix}heldout")
+        rows = open_rows(source.path, keys[0], source.split, source.subset)
+        if source.heldout_rows:
+            rows, held_out = split_off(rows, source.heldout_rows, f"{prefix}heldout_rows")
+        else:
+            path, of_same = source.heldout or source.path, source.heldout is None
+            held_out = open_rows(path, keys[1], source.heldout_split, source.subset, has_splits=of_same)
+        for sources, part in ((train, rows), (heldout, held_out)):
+            sources.append(_prompt_source(config, source, part, render, columns))
             sources[-1].check()
+    if options and not any(each.has_conversations for each in (*train, *heldout)):
+        raise ConfigError(
+            "data.chat_options: no prompt of the data is a conversation that the chat template renders; data.chat = "
+            "true makes texts ones"
+        )
     return PromptData(train), PromptData(heldout)
 
 
@@ -179,4 +188,10 @@ def _prompt_source(
         if isinstance(each, RewardTable) and each.needs_ground_truth
     ]
     graded_by = graders[0] if graders else ""
-    return PromptSource(rows, render, name, columns, table.columns, config.data.chat, graded_by)
+    form = PromptForm(
+        render,
+        config.data.chat,
+        config.data.system if table.system is None else table.system,
+        config.data.template if table.template is None else table.template,
+    )
+    return PromptSource(rows, form, name, columns, table.columns, graded_by)

@@ -14,7 +14,7 @@ import tomli_w
 from rich.console import Console
 
 from controller import algorithms
-from controller.config.config import Config, load
+from controller.config.config import Config, load, with_settings
 from controller.mapping.configured import (
     ConfiguredModels,
     described_calls,
@@ -36,7 +36,7 @@ from controller.simulation.report import steps_table, timeline_lines
 from controller.simulation.report import summary as simulation_summary
 from controller.simulation.run import simulate_run
 from rlhf.errors import ConfigError, RlhfError
-from settings.strict import override, read_toml
+from settings.strict import read_toml
 
 NOTHING_FITS, USAGE_ERROR = 1, 2
 
@@ -127,7 +127,7 @@ def find(output: Path | None, timeline: Path | None, **given: Any) -> None:
         others = {"found": plan, **named_plans(problem)}
         console.print(placements_table(problem, others))
         if output is not None:
-            tables = override(read_toml(given["config_path"]), given["settings"])
+            tables = with_settings(read_toml(given["config_path"]), given["settings"])
             _write(output, tomli_w.dumps(planned_config(tables, problem, plan)[0]))
         if timeline is not None:
             _write(timeline, timeline_page(problem, plan))

@@ -127,6 +127,7 @@ def _probe_config(config: Config, repeats: int) -> Config:
     run = {
         "name": "probe",
         "steps": 1 + repeats,
+        "epochs": None,
         "ahead": 0,
         "evaluate_every": 0,
         "samples": 0,

@@ -14,7 +14,8 @@ from client.fanout import FanOut
 from client.session import Session
 from client.waiting import counting
 from controller.config.config import Config
-from controller.data.prompt_source import PromptSource, no_template
+from controller.data.prompt_form import PromptForm
+from controller.data.prompt_source import PromptSource
 from controller.data.prompts import PromptData, TextData
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import CallRecord, FutureBatch
@@ -257,7 +258,7 @@ def _data(config: Config, algorithm: Algorithm) -> tuple[PromptData, PromptData]
 
     def rows(number: int) -> PromptData:
         reader = _Rows(algorithm.columns, number)
-        return PromptData([PromptSource(reader, no_template, name, algorithm.columns) for name in names])
+        return PromptData([PromptSource(reader, PromptForm(), name, algorithm.columns) for name in names])
 
     return rows(count), rows(1)
 

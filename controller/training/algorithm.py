@@ -118,8 +118,12 @@ class Algorithm:
     def resolved(self, config: Config) -> dict[str, Any]:
         """Returns the tables of a config file for `config`, which `configure` must have returned: all keys that the
         algorithm reads, with their values, defaults included. `configure` accepts such a file again."""
-        unread = self._unread(config.algorithm)
-        return config.model_dump(mode="json", exclude_none=True, exclude={"algorithm": unread})
+        # The steps of a run of run.epochs are computed again where the file is read.
+        unread = {
+            "algorithm": self._unread(config.algorithm),
+            "run": {"steps"} if config.run.epochs else set(),
+        }
+        return config.model_dump(mode="json", exclude_none=True, exclude=unread)
 
     @property
     def _ahead_defaults(self) -> dict[str, str]:

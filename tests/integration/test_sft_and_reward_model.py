@@ -4,7 +4,7 @@ is a model that the next step loads."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from controller import job
 from controller.config.config import Config
+from controller.data.prompts import load_data
 from controller.tracking.metrics import read_metrics
 from deploy.quickstart import Recipe
 from deploy.quickstart.build import build, make_tokenizer
@@ -252,11 +253,63 @@ def test_a_run_of_reward_model_leaves_a_reward_that_scores_the_same(up: Up) -> N
     assert served == pytest.approx(loaded.tolist(), abs=1e-5)
 
 
+def test_transcripts_in_one_file_train_the_same_weights_as_prompts_and_responses_in_two(
+    up: Up, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A JSON array of conversations, of which one is held out, with a template, for three epochs; against the rows as
+    the chat template makes them, in as many steps."""
+    talks = [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": good}]
+        for prompt, good in zip(PROMPTS, GOOD, strict=True)
+    ]
+    (tmp_path / "talks.json").write_text(json.dumps([{"messages": talk} for talk in talks], indent=1))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    form = {"heldout_rows": 1, "template": "0+{prompt}", "tokenizer": tmp_path / "tokenizer"}
+    epochs = {"name": "test", "directory": tmp_path / "runs", "evaluate_every": 0, "epochs": 3}
+    made = run_on(up, {"train": tmp_path / "talks.json", **form}, epochs, max_response_tokens=2)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "run.epochs 3: 6 steps of 2 prompts, from 4 training rows" in said
+    assert "responses are cut to rollout.max_response_tokens, 2: 3 of 4 training rows" in said
+
+    train, heldout = load_data(made.config, ("response",))
+    for name, rows in (("train", train), ("heldout", heldout)):
+        plain = [
+            {"prompt": row.text, "response": row.texts["response"]}
+            for row in (rows[i] for i in range(len(rows)))
+        ]
+        assert all(row["prompt"].startswith("0+") for row in plain)
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in plain))
+    paths = {name: tmp_path / f"{name}.jsonl" for name in ("train", "heldout")}
+    steps = {"name": "test", "directory": tmp_path / "runs", "evaluate_every": 0, "steps": 6}
+    again = run_on(up, paths, steps, max_response_tokens=2)
+    assert made.summary["actor_sha256"] == again.summary["actor_sha256"]
+    assert made.summary["loss_after"] < made.summary["loss_before"] == again.summary["loss_before"]
+
+
 def test_a_reward_without_an_optimizer_does_not_learn(up: Up) -> None:
     scorer = Service("scorer", up.config.services["scorer"].address)
     with pytest.raises(InvalidRequest, match="this reward does not learn"):
         scorer.call("compare_pairs", Batch.of(prompt=["p"], chosen=["c"], rejected=["r"]))
     scorer.close()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run of sft: its configuration and the figures of its summary."""
+
+    config: Config
+    summary: Mapping[str, Any]
+
+
+def run_on(up: Up, data: dict[str, Any], length: dict[str, Any], max_response_tokens: int) -> Ran:
+    """Runs sft on other data, in steps of two rows."""
+    tables = up.config.model_dump(exclude_unset=True)
+    tables |= {"data": data | {"prompts_per_step": 2}, "run": length}
+    tables["rollout"] = {"max_response_tokens": max_response_tokens}
+    config = Config.model_validate(tables)
+    return Ran(config, job.run(config, "sft").summary)
 
 
 def run(up: Up, name: str) -> tuple[Path, dict[str, Any]]:

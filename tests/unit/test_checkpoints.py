@@ -621,6 +621,7 @@ class TestFacts:
         ("key", "value"),
         [
             ("run.steps", 100),
+            ("run.epochs", 3),
             ("run.evaluate_every", 3),
             ("checkpoint.keep", 5),
             ("services.actor.address", "127.0.0.1:9999"),
@@ -637,6 +638,10 @@ class TestFacts:
         [
             ("run.seed", 1),
             ("data.prompts_per_step", 4),
+            ("data.system", "Be brief."),
+            ("data.template", "{prompt}="),
+            ("data.heldout_rows", 3),
+            ("data.subset", "main"),
             ("rollout.temperature", 0.5),
             ("algorithm.mini_batch_size", 64),
             ("services.actor.optimizer.learning_rate", 1e-3),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from controller.data.loader import shuffled
+from controller.data.prompt_form import PromptForm
 from controller.data.prompt_source import PromptSource
 from controller.data.prompts import PromptData, TextData
 from rlhf.errors import ConfigError
@@ -26,7 +27,7 @@ class Listed(list[dict[str, Any]]):
 
 
 def data_of(count: int) -> PromptData:
-    return PromptData([PromptSource(Listed({"prompt": f"p{i}"} for i in range(count)), str)])
+    return PromptData([PromptSource(Listed({"prompt": f"p{i}"} for i in range(count)), PromptForm())])
 
 
 def rows_of_step(data: PromptData, step: int, count: int, seed: int) -> np.ndarray:

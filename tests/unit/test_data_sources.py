@@ -121,6 +121,65 @@ def test_fields_may_have_other_names(tmp_path: Path) -> None:
     assert (data[0].text, data[0].texts) == ("q", {"response": "a"})
 
 
+def test_one_source_has_the_keys_of_several(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    splits: Any = {name: datasets.Dataset.from_list([{"question": name, "answer": "a"}]) for name in ("a", "b")}
+    datasets.DatasetDict(splits).save_to_disk(path)
+    columns = {"prompt": "question", "ground_truth": "answer"}
+    table = config(train=path, split="a", heldout_split="b", columns=columns)
+    train, heldout = load_data(table)
+    assert [(rows[0].text, rows[0].ground_truth, rows[0].source) for rows in (train, heldout)] == [
+        ("a", "a", ""),
+        ("b", "a", ""),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "dataset"])
+def test_rows_of_a_source_may_be_held_out(kind: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{i}"} for i in range(20)]
+    if kind == "jsonl":
+        path = write_jsonl(tmp_path / "a.jsonl", rows)
+    else:
+        path = tmp_path / "saved"
+        datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(path)
+    train, heldout = load_data(config(train=path, heldout_rows=7))
+    texts = [[part[i].text for i in range(len(part))] for part in (train, heldout)]
+    assert [len(each) for each in texts] == [13, 7]
+    assert sorted(texts[0] + texts[1]) == sorted(row["prompt"] for row in rows)
+    assert texts[1] not in ([row["prompt"] for row in rows[:7]], [row["prompt"] for row in rows[-7:]])
+    again = load_data(config(sources=[{"path": path, "heldout_rows": 7}]))
+    assert texts == [[part[i].text for i in range(len(part))] for part in again]
+    whole, _ = load_data(config(train=path, heldout=path, heldout_split="train"))
+    assert train.fingerprints() == whole.fingerprints()
+
+
+def test_a_dataset_without_splits_is_not_its_own_test(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    with pytest.raises(
+        ConfigError, match=r"data\.heldout: .*saved has no splits; give the held-out rows, or held"
+    ):
+        load_data(config(train=tmp_path / "saved"))
+    assert [len(part) for part in load_data(config(train=tmp_path / "saved", heldout_rows=1))] == [1, 1]
+    with pytest.raises(ConfigError, match=r"data\.heldout: .*rows has no splits"):
+        load_data(config(train=write_jsonl(tmp_path / "rows", ROWS)))
+
+
+@pytest.mark.parametrize("wrong", [0, 9, 19])
+def test_a_mistake_in_divided_rows_is_told_with_its_line(wrong: int, tmp_path: Path) -> None:
+    rows = [{"prompt": "" if i == wrong else "p"} for i in range(20)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(ConfigError, match=rf"a\.jsonl:{wrong + 1}: prompt is not a text"):
+        load_data(config(train=path, heldout_rows=7))
+
+
+def test_a_row_at_least_has_to_be_left_for_training(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p"}] * 3)
+    with pytest.raises(ConfigError, match=r"data\.heldout_rows: 3 of the 3 rows cannot be held out"):
+        load_data(config(train=path, heldout_rows=3))
+    with pytest.raises(ConfigError, match=r"data\.sources\.0\.heldout_rows: 3 of the 3 rows"):
+        load_data(config(sources=[{"path": path, "heldout_rows": 3}]))
+
+
 def test_an_algorithms_column_has_to_be_there(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "chosen": "c"}])
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: not a JSON object with a rejected"):
@@ -253,6 +312,21 @@ def test_a_template_that_refuses_is_named_with_the_row(tmp_path: Path, tokenizer
         ({"train": "a.jsonl"}, "heldout: required, and not given"),
         ({"train": "a.jsonl", "heldout": "b.jsonl", "sources": [{"path": "c", "heldout": "d"}]}, "not both"),
         ({"sources": [{"path": "c.jsonl"}]}, "is a file, which has no splits"),
+        (
+            {"train": "a.jsonl", "heldout": "b.jsonl", "heldout_rows": 1},
+            "give heldout, or heldout_rows, not both",
+        ),
+        (
+            {"sources": [{"path": "c", "heldout": "d", "heldout_rows": 1}]},
+            "give heldout, or heldout_rows, not both",
+        ),
+        ({"sources": [{"path": "c"}], "subset": "main"}, "subset: is a key of each table"),
+        ({"sources": [{"path": "c"}], "columns": {"prompt": "q"}}, "columns: is a key of each table"),
+        ({"train": "o/c", "template": "no place"}, "prompt} has to be in it exactly once"),
+        ({"train": "o/c", "template": "{prompt}{prompt}"}, "prompt} has to be in it exactly once"),
+        ({"sources": [{"path": "c", "template": "{}"}]}, "prompt} has to be in it exactly once"),
+        ({"train": "o/c", "chat_options": {"messages": []}}, "messages is no variable of a template"),
+        ({"train": "o/c", "chat_options": {"tokenize": True}}, "tokenize is no variable of a template"),
         ({"sources": [{"path": "o/c"}, {"path": "o/c"}]}, "'o/c' is there twice"),
     ],
 )

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from controller.data.prompt_source import PromptSource, no_template
+from controller.data.prompt_form import PromptForm
+from controller.data.prompt_source import PromptSource
 from controller.data.readers import open_rows
 from loadtest.methods import find_method, offered
 from loadtest.payloads import Lengths, Shape, make_batches, to_batch, to_text_rows
@@ -68,7 +69,7 @@ def test_a_ground_truth_is_sent_as_a_run_sends_it(tmp_path: Path, given: Any, se
     path = write(tmp_path / "rows.jsonl", {"prompt": "p", "ground_truth": given})
     (row, *_) = to_text_rows(make_batches(TEXT, SHAPE, path)[0])
     assert row.ground_truth == sent
-    assert row.ground_truth == PromptSource(open_rows(path, "data"), no_template)[0].ground_truth
+    assert row.ground_truth == PromptSource(open_rows(path, "data"), PromptForm())[0].ground_truth
 
 
 def test_ids_of_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
