@@ -78,7 +78,7 @@ def open_planned(
             resolved = resolved or write_atomically(logs / CONFIG_FILE, plan.resolved(config))
             progress.message(f"starting services: {', '.join(_launched_names(config))}; logs: {logs}")
             launched = opened.enter_context(LaunchedServices(config, resolved, logs))
-        opened.enter_context(_explained(launched))
+        opened.enter_context(explained(launched))
         cluster = Cluster(config, _session(plan, directory, take_over=take_over))
         opened.callback(cluster.close)
         plan = _connect(plan, cluster, directory, progress, keep_weights=keep_weights)
@@ -242,7 +242,7 @@ def _launched_names(config: Config) -> list[str]:
 
 
 @contextlib.contextmanager
-def _explained(launched: LaunchedServices | None) -> Iterator[None]:
+def explained(launched: LaunchedServices | None) -> Iterator[None]:
     """Context manager that adds the launcher's explanation to a ServiceLost of its body, and the path of the service's
     log to an error with a remote traceback."""
     try:

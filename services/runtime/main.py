@@ -20,7 +20,7 @@ import click
 import uvloop
 
 from nccl_transfer.refs.mesh import Mesh
-from rlhf import addresses, security
+from rlhf import addresses, security, stacks
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.plugins import load_object
 from rlhf.rendezvous import VARIABLE
@@ -97,6 +97,7 @@ def command(role: str, worker_class: WorkerChoice | None = None) -> click.Comman
         logging.basicConfig(
             level=logging.INFO, format=f"%(asctime)s {name}/{os.environ.get('RANK', '0')} %(message)s"
         )
+        stacks.dump_on_signal()
         try:
             _die_with_launcher()
             raise_file_limit()
