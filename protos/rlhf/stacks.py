@@ -7,10 +7,12 @@ import asyncio
 import faulthandler
 import signal
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 SIGNAL = signal.SIGUSR1
 MAX_FRAMES = 20
-"""Most frames of a task that are printed."""
+"""Most coroutines of a task that are printed."""
 
 
 def dump_on_signal() -> None:
@@ -27,6 +29,18 @@ def dump_tasks_too(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _print_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    lines = []
     for task in asyncio.all_tasks(loop):
-        task.print_stack(limit=MAX_FRAMES, file=sys.stderr)
-    sys.stderr.flush()
+        lines.append(f"Task {task.get_name()} (most recent await last):")
+        lines += _awaits(task.get_coro())
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _awaits(awaited: Any) -> Iterator[str]:
+    """Yields a line for a coroutine, the one that it awaits, and so on. `Task.get_stack` has the first alone."""
+    for _ in range(MAX_FRAMES):
+        frame = getattr(awaited, "cr_frame", None)
+        if frame is None:
+            return
+        yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
+        awaited = awaited.cr_await
