@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from unit.test_metrics_docs import documented
 
 from controller import job
 from controller.checkpoints.store import CheckpointStore
@@ -224,3 +225,9 @@ def test_the_controller_prints_its_stacks(services: Config, tmp_path: Path) -> N
         _, err = run.finish(process, 130)
         assert "(most recent call first):" in err
         assert 'controller/job.py", line' in err
+
+
+def test_the_page_of_metrics_has_those_of_a_run(finished: Path) -> None:
+    names = {name for line in read_metrics(finished) for name in line} - {"step"}
+    assert len(names) > 40
+    assert [name for name in sorted(names) if not documented().fullmatch(name)] == []
