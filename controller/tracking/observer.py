@@ -14,7 +14,8 @@ class Observer:
     that an observer changes no run. Default: they do nothing."""
 
     def calls(self, records: Iterable[CallRecord], rows: int) -> None:
-        """Takes the calls of a step that has ended, and the number of rows that it trained on."""
+        """Takes the calls of a step that has ended, and the number of rows that it trained on; those of an evaluation
+        with 0 rows."""
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         """Takes sample responses of the evaluation after a step, before the metrics of that step."""
