@@ -184,7 +184,7 @@ def evaluate_command(
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of the model.")
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="", help="Default: export_dtype."
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Default: export_dtype of the service."
 )
 @click.option("--service", default="actor", show_default=True, help="Service whose model is exported.")
 @click.option("--launch", is_flag=True, help="Start the service, and stop it at the end.")
@@ -195,7 +195,7 @@ def evaluate_command(
 def export_command(
     directory: Path,
     out: Path,
-    dtype: str,
+    dtype: str | None,
     service: str,
     launch: bool,
     take_over: bool,
@@ -207,7 +207,7 @@ def export_command(
             directory,
             out,
             service=service,
-            dtype=dtype,
+            dtype=dtype or "",
             settings=settings,
             launch=launch,
             take_over=take_over,

@@ -108,6 +108,22 @@ def test_the_export_of_the_last_checkpoint_is_that_of_the_run(finished: Path, tm
     assert contents(tmp_path / "model") == contents(finished / "actor")
 
 
+def test_an_export_starts_its_service(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (port,) = free_ports(1)
+    place, out = CheckpointStore(finished).place(STEPS), tmp_path / "models" / "last"
+    options = ("--set", f"services.actor.address=127.0.0.1:{port}", "--out", str(out), "--launch")
+    process = Processes().start("rlhf-controller", "export", str(place), *options)
+    said, err = process.communicate(timeout=RUN_TIMEOUT_S)
+    assert process.returncode == 0, err
+    sha256 = json.loads((finished / "summary.json").read_text())["actor_sha256"]
+    assert said == f"model: {out}\nsha256: {sha256}\n"
+    assert contents(out) == contents(finished / "actor")
+    assert not is_listening(f"127.0.0.1:{port}")
+
+
 def test_an_export_in_another_type_and_of_an_earlier_step(finished: Path, tmp_path: Path) -> None:
     place = CheckpointStore(finished).place(STEPS - 2)
     exact, rounded = (export(place, tmp_path / name, dtype=name) for name in ("float32", "bfloat16"))
