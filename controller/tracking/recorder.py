@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -134,11 +134,12 @@ class Recorder:
         for observer in self._observers:
             observer.samples(step, rows)
 
-    def calls(self, step: int, records: Sequence[CallRecord], rows: int = 0) -> None:
+    def calls(self, step: int, records: Iterable[CallRecord], rows: int = 0) -> None:
         """Writes the calls of a step to the timeline: each call on the controller's track of its service, and its
         phases (queue, fetch, compute, store) on the track of each rank. A call whose rows were sent in chunks is as
         many calls. Services that take turns in the memory of devices have a track each that shows when they were
         offloaded. `rows`: number of rows that the step trained on. Raises RlhfError where writing fails."""
+        records = list(records)
         for record, chunk in ((sent, number) for each in records for number, sent in enumerate(each.sent)):
             self._residency(record, step)
             args = {"step": step, "policy_version": record.policy_version}

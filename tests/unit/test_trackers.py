@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,9 +18,11 @@ import pytest
 from rich.console import Console
 
 from controller.config.tracking import TrackingTable
+from controller.role_groups.dataflow import CallRecord
 from controller.tracking import trackers as trackers_module
 from controller.tracking.marks import cut_files, mark_files
 from controller.tracking.metrics import Sample
+from controller.tracking.observer import Observer
 from controller.tracking.progress import Progress
 from controller.tracking.recorder import Recorder
 from controller.tracking.run_directory import RunDirectory
@@ -120,6 +122,21 @@ def test_a_tracker_gets_all_that_the_run_records(tmp_path: Path, remembering: ty
     kept = json.loads((tmp_path / TRACKERS_FILE).read_text())
     assert kept == {"mine": {"id": "first", "delivered": 3, "failed": 0, "dropped": 0}}
     assert said == []
+
+
+def test_observers_get_the_calls_of_an_evaluation_which_come_one_by_one(tmp_path: Path) -> None:
+    class Counting(Observer):
+        seen: ClassVar[list[str]] = []
+
+        def calls(self, records: Iterable[CallRecord], rows: int) -> None:
+            self.seen.extend(record.method for record in records)
+
+    recorder = Recorder(
+        RunDirectory(tmp_path), Progress(Console(file=StringIO())), observers=[Counting(), Counting()]
+    )
+    call = CallRecord("actor", "generate_sequences", 1.0, 2.0, {}, 1, ())
+    recorder.calls(1, iter([call]))
+    assert Counting.seen == ["generate_sequences"] * 2
 
 
 @pytest.mark.parametrize(("held", "sent"), [(6, [7, 8]), (4, [5, 6, 7, 8]), (2, [3, 4, 5, 6, 7, 8])])
