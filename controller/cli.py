@@ -18,6 +18,7 @@ from controller.config.config import Config, load
 from controller.config.devices import ranks_line
 from controller.epochs import steps_of_epochs
 from controller.evaluate import evaluate
+from controller.export import export
 from controller.foresight import check_listening, check_models
 from controller.job import resume, run
 from controller.plan import Plan
@@ -25,6 +26,7 @@ from controller.quickstart import build_quickstart, load_quickstart
 from controller.tracking.report import write_report
 from controller.training.algorithm import Algorithm
 from rlhf.errors import ConfigError, RlhfError
+from rlhf.stacks import dump_on_signal
 
 USAGE_ERROR = 2
 
@@ -101,6 +103,7 @@ def main(
     Without --config it builds the quickstart's model and data, launches those of the quickstart's services that the
     algorithm needs, and runs.
     """
+    dump_on_signal()
     termination = Termination()
     termination.install()
     # A user's own algorithm may be in the working directory.
@@ -176,6 +179,42 @@ def evaluate_command(
     for name, value in done.summary.items():
         click.echo(f"{name}: {value:.6g}")
     click.echo(f"run directory:     {done.directory}")
+
+
+@main.command("export")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of the model.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Default: export_dtype of the service."
+)
+@click.option("--service", default="actor", show_default=True, help="Service whose model is exported.")
+@click.option("--launch", is_flag=True, help="Start the service, and stop it at the end.")
+@click.option("--take-over", is_flag=True, help="End another run that uses the service.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config; repeatable."
+)
+def export_command(
+    directory: Path,
+    out: Path,
+    dtype: str | None,
+    service: str,
+    launch: bool,
+    take_over: bool,
+    settings: tuple[str, ...],
+) -> None:
+    """Write the actor at a checkpoint, DIRECTORY = RUN/checkpoints/step-N, as a Hugging Face directory."""
+    with _errors_shown():
+        sha256 = export(
+            directory,
+            out,
+            service=service,
+            dtype=dtype or "",
+            settings=settings,
+            launch=launch,
+            take_over=take_over,
+            say=lambda line: click.echo(line, err=True),
+        )
+    click.echo(f"model: {out}\nsha256: {sha256}")
 
 
 @contextlib.contextmanager

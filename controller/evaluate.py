@@ -8,6 +8,7 @@ from pathlib import Path
 from controller.checkpoints.resume_point import ResumePoint
 from controller.config.checkpoint import CheckpointTable
 from controller.config.config import Config, load, with_settings
+from controller.config.tracking import TrackingTable
 from controller.job import FinishedRun
 from controller.opening import open_planned
 from controller.plan import Plan
@@ -77,7 +78,8 @@ def _config(
     directory: Path, point: ResumePoint | None, path: Path | None, settings: tuple[str, ...]
 ) -> Config:
     """Returns the config of the evaluation, from `path`, or else from the checkpoint's run: only the services of role
-    actor, rollout or reward, and no checkpoints. Raises ConfigError for a model directory without `path`."""
+    actor, rollout or reward, and neither checkpoints nor trackers. Raises ConfigError for a model directory without
+    `path`."""
     if point:
         tables = point.facts["config"]
         config = (
@@ -90,7 +92,7 @@ def _config(
     else:
         raise ConfigError(f"{directory} is a model directory: --config has to say which services measure it")
     needed = {name: table for name, table in config.services.items() if table.role in MEASURING}
-    update = {"services": needed, "checkpoint": CheckpointTable()}
+    update = {"services": needed, "checkpoint": CheckpointTable(), "tracking": TrackingTable()}
     return config.model_copy(update=update)
 
 

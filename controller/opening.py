@@ -24,12 +24,14 @@ from controller.epochs import steps_of_epochs
 from controller.foresight import arena_warnings
 from controller.launch import LaunchedServices
 from controller.plan import CONFIG_FILE, Plan
+from controller.recording import recording
 from controller.restoring import Restorer
 from controller.role_groups.admission import with_chosen
 from controller.role_groups.cluster import Cluster, Restoration, SavedState
 from controller.tracking.contents import SUMMARY_FILE
 from controller.tracking.marks import cut_files, mark_files
 from controller.tracking.progress import Progress
+from controller.tracking.prometheus import MetricsEndpoint
 from controller.tracking.recorder import Recorder
 from controller.tracking.run_directory import RunDirectory, make_unique, write_atomically, writing
 from controller.training.run import Run
@@ -65,6 +67,7 @@ def open_planned(
     with contextlib.ExitStack() as unless_opened:
         unless_opened.push(opened)
         opened.enter_context(adopted(config.security.load()))
+        endpoint = opened.enter_context(MetricsEndpoint.of(config.tracking))
         directory = opened.enter_context(_directory(plan))
         # A run that is resumed keeps its config until its services have admitted it.
         resolved = None if plan.resumes else directory.write_text(CONFIG_FILE, plan.resolved(config))
@@ -76,7 +79,7 @@ def open_planned(
             resolved = resolved or write_atomically(logs / CONFIG_FILE, plan.resolved(config))
             progress.message(f"starting services: {', '.join(_launched_names(config))}; logs: {logs}")
             launched = opened.enter_context(LaunchedServices(config, resolved, logs))
-        opened.enter_context(_explained(launched))
+        opened.enter_context(explained(launched))
         cluster = Cluster(config, _session(plan, directory, take_over=take_over))
         opened.callback(cluster.close)
         plan = _connect(plan, cluster, directory, progress, keep_weights=keep_weights)
@@ -91,14 +94,13 @@ def open_planned(
         progress.message(f"run directory: {directory.path}")
         progress.begin(config.run.steps, plan.resumes.step if plan.resumes else 0)
         known = plan.identity.with_services(cluster.descriptions, cluster.origins)
-        recorder = opened.enter_context(Recorder(directory, progress, known))
-        opened.enter_context(recorder.following(cluster.running, cluster.memory))
+        record = recording(plan, config, cluster, directory, progress, known, endpoint)
+        recorder = opened.enter_context(record)
         saver = _checkpointer(plan, config, cluster, recorder, known, limits, termination or Termination())
         if saver:
             opened.callback(saver.close)
-        resumed = plan.resumes.run if plan.resumes else None
         parts = plan.config, plan.data, cluster, recorder, plan.pretrain, limits, opened
-        run = Run(*parts, checkpointer=saver, resumed=resumed)
+        run = Run(*parts, checkpointer=saver, resumed=plan.resumes.run if plan.resumes else None)
         unless_opened.pop_all()
         return run
 
@@ -241,7 +243,7 @@ def _launched_names(config: Config) -> list[str]:
 
 
 @contextlib.contextmanager
-def _explained(launched: LaunchedServices | None) -> Iterator[None]:
+def explained(launched: LaunchedServices | None) -> Iterator[None]:
     """Context manager that adds the launcher's explanation to a ServiceLost of its body, and the path of the service's
     log to an error with a remote traceback."""
     try:

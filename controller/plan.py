@@ -19,6 +19,7 @@ from controller.epochs import with_steps
 from controller.foresight import check_models, fetch_descriptions
 from controller.identity import Identity
 from controller.tracking.contents import RUN_FILE, SUMMARY_FILE, read_json
+from controller.tracking.trackers import find_trackers
 from controller.training.algorithm import Algorithm
 from rlhf.errors import ConfigError
 from settings.strict import read_toml, validate
@@ -126,9 +127,10 @@ class Plan:
 def _read(
     algorithm: Algorithm, config: Config, started_unix_ns: int
 ) -> tuple[tuple[PromptData, PromptData], TextData | None]:
-    """Fetches what the controller reads of models on the hub, checks the models of a configuration, and opens and
-    checks its data. Returns the prompts, and the texts of data.pretrain. Raises ConfigError where one of them cannot
-    be used."""
+    """Checks the trackers of a configuration, fetches what the controller reads of models on the hub, checks the
+    models, and opens and checks the data. Returns the prompts, and the texts of data.pretrain. Raises ConfigError where
+    one of them cannot be used."""
+    find_trackers(config.tracking.trackers)
     fetch_descriptions(config)
     check_models(config)
     data = load_data(config, algorithm.columns, started_unix_ns / 1e9)

@@ -27,6 +27,8 @@ from deploy.launch import LaunchOptions
 from deploy.logs import read_lines
 from deploy.memory import GB, memory_table, predict_memory
 from deploy.processes import POLL_S
+from deploy.profiling import request_traces
+from deploy.stacks import print_stacks, running_ranks
 from deploy.state import Deployment
 from deploy.supervisor import Supervisor, service_names
 from rlhf.errors import ConfigError, RlhfError
@@ -259,6 +261,46 @@ def logs(config: Path, service: str | None, host: str | None, follow: bool) -> N
     with contextlib.suppress(KeyboardInterrupt):
         for log, line in read_lines(found, follow):
             click.echo(f"{log.stem} | {line}" if len(found) > 1 else line)
+
+
+@main.command("stacks")
+@_config_argument
+@click.argument("service", required=False)
+def show_stacks(config: Path, service: str | None) -> None:
+    """Show where each rank of SERVICE, or without it of all services that `up` of CONFIG started on this host, is: the
+    stacks of its threads and tasks, which it prints into its log. It goes on."""
+    deployment = state.find(config)
+    if deployment is None:
+        raise RlhfError(f"{config}: nothing is up")
+    ranks = running_ranks(deployment)
+    names = list(dict.fromkeys(each.service for each in ranks))
+    if service is not None and service not in names:
+        raise ConfigError(f"no ranks of a service {service!r} run here; there are: {', '.join(names)}")
+    print_stacks(deployment, [each for each in ranks if service in (None, each.service)], click.echo)
+
+
+@main.command("profile")
+@_config_argument
+@click.argument("service")
+@_set_option
+@click.option("--calls", default=8, show_default=True, type=click.IntRange(1, 100), help="Calls to trace.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Directory of the traces on the ranks' hosts. Default: traces in run.directory.",
+)
+def profile_calls(
+    config: Path, service: str, settings: tuple[str, ...], calls: int, out: Path | None
+) -> None:
+    """Trace the next calls of SERVICE on each of its ranks, also while a run uses it, with torch's profiler."""
+    deployment = state.find(config)
+    loaded = _load(config, settings or (deployment.settings if deployment else ()))
+    if service not in loaded.services:
+        raise ConfigError(f"no service {service!r}; there are: {', '.join(loaded.services)}")
+    directory = (out or loaded.run.directory / "traces").resolve()
+    address = loaded.services[service].address
+    for rank, (where, path) in enumerate(request_traces(service, address, directory, calls)):
+        click.echo(f"{service} rank {rank} at {where}: {path}, after {calls} calls")
 
 
 def _load(path: Path, settings: tuple[str, ...]) -> Config:

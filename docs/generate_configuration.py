@@ -19,6 +19,7 @@ from controller.config.config import Config
 from controller.config.data import NOWHERE, DataTable, SourceTable
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
+from controller.config.tracking import TrackingTable
 from controller.training.algorithm import NoOptions
 from rlhf.roles import BUILT_IN
 from settings.actor import LoraTable
@@ -38,6 +39,7 @@ TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[algorithm]", AlgorithmTable),
     ("[security]", SecurityTable),
     ("[checkpoint]", CheckpointTable),
+    ("[tracking]", TrackingTable),
     ("[services.NAME] of every role", ServiceTable),
     *((f'[services.NAME] with role = "{role}"', table_type(role)) for role in BUILT_IN),
     ("[services.NAME.sandbox]", SandboxTable),

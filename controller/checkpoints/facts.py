@@ -30,6 +30,7 @@ MAY_DIFFER = frozenset(
         "placement",
         "pools",
         "security",
+        "tracking",
     }
 )
 """Keys and tables of the config that may differ where a run is resumed: they change no training step, or name files

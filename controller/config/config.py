@@ -18,6 +18,7 @@ from controller.config.data import DataTable
 from controller.config.placements import Placement
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
+from controller.config.tracking import TrackingTable
 from settings.rollout import RolloutServiceTable
 from settings.security import SecurityTable
 from settings.services import Service
@@ -41,6 +42,8 @@ class Config(Strict):
     """Hyper-parameters of the algorithm."""
     checkpoint: CheckpointTable = CheckpointTable()
     """Checkpoints of the run."""
+    tracking: TrackingTable = TrackingTable()
+    """Where the metrics of the run go, beside its files."""
     placement: Placement | None = None
     """Places all services on `devices`, in place of pools by hand; see docs/placement.md. colocate: all on the same;
     standalone: each on its own; split: actor, rollout and reference on some, the others on others; interleaved: what

@@ -195,11 +195,8 @@ class Cluster:
         self._loop.close()
 
     def group(self, name: str) -> RoleGroup:
-        """Returns the role group of a service, or of a role that the ranks of another service serve too.
-
-        Raises:
-            ConfigError: The config has no such service; the text lists those that it has.
-        """
+        """Returns the role group of a service, or of a role that the ranks of another service serve too. Raises
+        ConfigError where the config has no such service; the text lists those that it has."""
         groups = self.groups | self._also_served
         if name not in groups:
             raise ConfigError(f"the algorithm needs a service {name!r}; the config has {sorted(groups)}")
@@ -245,13 +242,16 @@ class Cluster:
         """Returns the newest gauges of each service by "service/name", summed over the ranks that respond."""
         return self._watch.gauges()
 
+    def responding(self) -> dict[str, int]:
+        """Returns the number of ranks of each service whose status messages arrive, by name."""
+        return self._watch.responding()
+
     def device_use(self) -> DeviceUse:
         """Returns how long the devices of the services were in use since this was last called; see `DeviceMeter`."""
         return self._meter.take()
 
     def running(self) -> dict[str, str]:
-        """Returns the progress of the running calls, such as "12/64", by "service.Method"; an empty text for a call
-        whose progress is unknown."""
+        """Returns the progress of the running calls by "service.method"; see `StatusWatch.running`."""
         return self._watch.running(self.groups | self._also_served)
 
     def _load(self, states: Mapping[str, SavedState | None]) -> None:

@@ -349,7 +349,12 @@ class RoleGroup(CallingGroup):
         return self.call("onload")
 
     def save_checkpoint(
-        self, directory: str, format: worker_pb2.CheckpointFormat, *, in_background: bool = False
+        self,
+        directory: str,
+        format: worker_pb2.CheckpointFormat,
+        *,
+        in_background: bool = False,
+        dtype: str = "",
     ) -> FutureBatch:
         """Writes a checkpoint to `directory` on the ranks' hosts.
 
@@ -359,8 +364,10 @@ class RoleGroup(CallingGroup):
                 optimizer state, to resume from.
             in_background: For SHARDED: whether the call ends when the state is copied, and it is written while later
                 calls run; `await_checkpoint` waits for that.
+            dtype: For HUGGING_FACE: type of the weights, float32 or bfloat16. Default: `export_dtype` of the service.
         """
-        return self.call("save_checkpoint", directory=directory, format=format, in_background=in_background)
+        options = {"format": format, "in_background": in_background, "dtype": dtype}
+        return self.call("save_checkpoint", directory=directory, **options)
 
     def await_checkpoint(self, directory: str) -> Future[list[worker_pb2.AwaitCheckpointResponse]]:
         """Returns a future of every rank's response, in rank order, when all have written a checkpoint whose

@@ -52,6 +52,10 @@ class StatusWatch:
                     totals[key] = totals.get(key, 0.0) + value
         return totals
 
+    def responding(self) -> dict[str, int]:
+        """Returns the number of ranks of each service whose status messages arrive, by name."""
+        return {name: len(ranks) for name, ranks in list(self._statuses.items())}
+
     def running(self, groups: Mapping[str, RoleGroup]) -> dict[str, str]:
         """Returns the progress of the running calls of groups on rank 0, such as "12/64", by "group.Method"; an empty
         text for a call whose progress is unknown. Where calls of several steps run, the name has the step too, as

@@ -47,7 +47,7 @@ def steps_table(trace: Trace) -> Table:
             f"{metrics['time/step_s']:.3f}",
             f"{overlap:.0%}",
             f"{idle:.0%}",
-            seconds_text(late) if (late := trace.straggling.get(number, 0.0)) else "",
+            seconds_text(late) if (late := max(0.0, trace.straggling.get(number, 0.0))) else "",
             *("" if each is None else f"{each:g}" for each in stale),
         )
     return table

@@ -77,7 +77,7 @@ class _Notes:
         if step:
             self.trace.metrics.append(dict(metrics))
 
-    def calls(self, step: int, records: Iterable[CallRecord]) -> None:
+    def calls(self, step: int, records: Iterable[CallRecord], rows: int = 0) -> None:
         for each in (sent for record in records for sent in record.sent):
             self.trace.calls.append(TimedCall(each.started_s, each.ended_s, each.service, each.method, step))
 

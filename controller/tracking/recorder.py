@@ -15,6 +15,7 @@ from controller.role_groups.residency import OFFLOAD, ONLOAD
 from controller.tracking.contents import RUN_FILE, SUMMARY_FILE
 from controller.tracking.figures import Figures
 from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter
+from controller.tracking.observer import Observer
 from controller.tracking.progress import Progress
 from controller.tracking.report import write_report
 from controller.tracking.run_directory import RunDirectory
@@ -32,6 +33,7 @@ class Recorder:
         progress: Terminal display, which is entered and exited with the recorder.
         identity: Identity of the run as JSON values; see `controller.identity`. Default: empty.
         report_every_s: Time, in seconds, between two reports while the run is under way.
+        observers: Get each record after it was written. Default: none.
     """
 
     def __init__(
@@ -40,12 +42,14 @@ class Recorder:
         progress: Progress,
         identity: Mapping[str, Any] | None = None,
         report_every_s: float = REPORT_EVERY_S,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.directory = directory
         self.progress = progress
         self.started_s = time.time()
         self._identity = dict(identity or {})
         self._report_every_s = report_every_s
+        self._observers = observers
         self._reported_s = time.monotonic()
         self._figures = Figures.read(directory.path)
         self._metrics = MetricsWriter(directory.path)
@@ -116,6 +120,8 @@ class Recorder:
         self._metrics.log(step, metrics)
         self._figures.add(step, metrics)
         self.progress.step(step, metrics)
+        for observer in self._observers:
+            observer.step(step, metrics)
         if time.monotonic() - self._reported_s >= self._report_every_s:
             write_report(self.path, self._figures, is_running=True)
             self._reported_s = time.monotonic()
@@ -125,12 +131,15 @@ class Recorder:
         report. Raises RlhfError where writing fails."""
         self._samples.log(step, rows)
         self._figures.add_samples(step, rows)
+        for observer in self._observers:
+            observer.samples(step, rows)
 
-    def calls(self, step: int, records: Iterable[CallRecord]) -> None:
+    def calls(self, step: int, records: Iterable[CallRecord], rows: int = 0) -> None:
         """Writes the calls of a step to the timeline: each call on the controller's track of its service, and its
         phases (queue, fetch, compute, store) on the track of each rank. A call whose rows were sent in chunks is as
         many calls. Services that take turns in the memory of devices have a track each that shows when they were
-        offloaded. Raises RlhfError where writing fails."""
+        offloaded. `rows`: number of rows that the step trained on. Raises RlhfError where writing fails."""
+        records = list(records)
         for record, chunk in ((sent, number) for each in records for number, sent in enumerate(each.sent)):
             self._residency(record, step)
             args = {"step": step, "policy_version": record.policy_version}
@@ -141,12 +150,16 @@ class Recorder:
                 rank_track = (record.service, f"rank {rank}")
                 self._rank_call(rank_track, record.method, response.outcome.timing, step)
         self._timeline.flush()
+        for observer in self._observers:
+            observer.calls(records, rows)
 
     def summary(self, figures: Mapping[str, Any]) -> None:
         """Writes `summary.json`, which has `figures` and the identity of the run. Raises RlhfError where writing fails,
         or where `metrics.jsonl` was deleted or replaced."""
         self._metrics.check()
         self.directory.write_json(SUMMARY_FILE, {**figures, **self._identity})
+        for observer in self._observers:
+            observer.summary(figures)
 
     def _residency(self, record: CallRecord, step: int) -> None:
         if record.method == OFFLOAD:

@@ -215,7 +215,7 @@ class StepLoop:
         step.context.raise_unread()  # of calls that have failed by now, before anything is evaluated
         now_s = self._cluster.session.now()
         seconds = now_s - max(opened.started_s, self._ended_s)
-        self._recorder.calls(number, step.records)
+        self._recorder.calls(number, step.records, step.batch.rows)
         opened.metrics = self._metrics.of(step, seconds, opened.left_out)
         opened.metrics |= staleness_metrics(step.batch, step.records, self._metrics.sources)
         self._evaluating = opened

@@ -18,7 +18,7 @@ from services.roles.torch_worker import TorchWorker
 from services.roles.verified_worker import VerifiedWorker
 from services.roles.weight_check import WeightCheck
 from services.runtime.ranks import Ranks
-from services.runtime.worker import CallContext, CallResult, CallRows, register, require
+from services.runtime.worker import CallContext, CallResult, require
 from settings.model import LoadedModelTable
 from settings.service import ServiceTable
 
@@ -87,11 +87,9 @@ class LanguageWorker(VerifiedWorker, TorchWorker):
         }
         return tokenize_texts(self.tokenizer, texts, call, **options)
 
-    @register("ONE_TO_ALL", collective=False)
-    def profile(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
-        """Implements Profile: requests a trace of this rank's next calls; returns the path at which it will be."""
+    def request_profile(self, request: Any) -> str:
         require(request, "directory", "calls")
         name = f"{self.role}-{self.ranks.rank}-v{self.policy_version}-{os.getpid()}.json"
         path = self.output_path(request.directory) / name
         self._profiler.arm(path, request.calls)
-        return CallResult(fields={"path": str(path)})
+        return str(path)

@@ -247,11 +247,13 @@ class ModelWorker(SendingWorker, LanguageWorker):
     def save_checkpoint(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         with self.ranks.together(call.peers_deadline):
             require(request, "directory", "format")
+            if request.dtype not in ("", "float32", "bfloat16"):
+                raise InvalidRequest(f"dtype: {request.dtype!r} is neither float32 nor bfloat16")
             directory = self.output_path(request.directory)
             self.engine.check_onloaded()
         match request.format:
             case worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE:
-                dtype = getattr(torch, self.table.export_dtype)
+                dtype = getattr(torch, request.dtype or self.table.export_dtype)
                 sha256 = self.engine.export(directory, self.tokenizer, dtype)
                 return CallResult(fields={"sha256": sha256 if self.ranks.rank == 0 else ""})
             case worker_pb2.CHECKPOINT_FORMAT_SHARDED:

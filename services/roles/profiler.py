@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +14,14 @@ MAX_CALLS = 100
 
 
 class CallProfiler:
-    """Profiles a number of calls after `arm`, and writes them to a file as one Chrome trace."""
+    """Profiles a number of calls after `arm`, and writes them to a file as one Chrome trace. `arm` may be called on any
+    thread, within a call or not; calls run one at a time."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._left = 0
         self._path = Path()
+        self._request = 0
         self._profiler: torch.profiler.profile | None = None
 
     def arm(self, path: Path, calls: int) -> None:
@@ -27,20 +31,25 @@ class CallProfiler:
         if calls > MAX_CALLS:
             raise ValueError(f"profile: calls is {calls}; at most {MAX_CALLS} are traced")
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._left = calls + 1
+        with self._lock:
+            self._path, self._left = path, calls
+            self._request += 1
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
         """Context manager around each call, which profiles it if a profile was requested before the call."""
-        if self._left and self._profiler is None:
-            self._profiler = torch.profiler.profile()
-            self._profiler.start()
+        with self._lock:
+            begun_in = self._request
+            if self._left and self._profiler is None:
+                self._profiler = torch.profiler.profile()
+                self._profiler.start()
         try:
             yield
         finally:
-            self._left = max(self._left - 1, 0)
-            if self._profiler is not None and not self._left:
-                self._profiler.stop()
-                self._profiler.export_chrome_trace(str(self._path))
-                self._profiler = None
+            with self._lock:
+                if self._profiler is not None and begun_in == self._request:
+                    self._left -= 1
+                    if not self._left:
+                        self._profiler.stop()
+                        self._profiler.export_chrome_trace(str(self._path))
+                        self._profiler = None

@@ -18,7 +18,7 @@ import click
 import uvloop
 
 from nccl_transfer.refs.mesh import Mesh
-from rlhf import addresses, security
+from rlhf import addresses, security, stacks
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.file_limit import raise_file_limit
 from rlhf.plugins import PluginError, load_object
@@ -80,6 +80,7 @@ def command(spec: RoleSpec) -> click.Command:
         logging.basicConfig(
             level=logging.INFO, format=f"%(asctime)s {name}/{os.environ.get('RANK', '0')} %(message)s"
         )
+        stacks.dump_on_signal()
         try:
             _die_with_launcher()
             raise_file_limit()

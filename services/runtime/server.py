@@ -36,6 +36,7 @@ from rlhf.errors import ConfigError
 from rlhf.file_limit import most_connections
 from rlhf.rendezvous import is_on_one_host
 from rlhf.security import current
+from rlhf.stacks import dump_tasks_too
 from rlhf.v1 import worker_pb2
 from services.runtime.boundary import Handler, RpcBoundary, timeout_s
 from services.runtime.execution import CallQueue
@@ -67,6 +68,9 @@ def _device_arena(
         return None
     cuda, tensors = gpu
     return DeviceArena(cuda, table.device_arena_bytes), tensors
+
+
+PROFILE = "Profile"
 
 
 class RankServer:
@@ -116,6 +120,7 @@ class RankServer:
             # Not before: the loop handles no signal while ranks wait here for a rank that has failed.
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+            dump_tasks_too(asyncio.get_running_loop())
             serving: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
             self._add_services(server, ranks_info, serving)
             await server.start()
@@ -250,6 +255,9 @@ class RankServer:
 
         async def run(request: Any, context: Any) -> Any:
             self._guard.check(self._guard.granted(context), method, request)
+            if method.name == PROFILE and not request.HasField("call"):
+                path = await asyncio.to_thread(self.worker.request_profile, request)
+                return worker_pb2.ProfileResponse(path=path)
             response = self.queue.start(method, registration, request, timeout_s(context))
             return await self.queue.wait(request.call.call_id, response)
 

@@ -326,7 +326,12 @@ class Worker:
 
     @register("ONE_TO_ALL", collective=False)
     def profile(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
-        """Default, for a role that computes without torch, whose profiler this would run: raises InvalidRequest."""
+        """Implements Profile: requests a trace of this rank's next calls; returns the path at which it will be."""
+        return CallResult(fields={"path": self.request_profile(request)})
+
+    def request_profile(self, request: Any) -> str:
+        """Requests a trace of this rank's next calls, and returns its path. May be called on any thread. Default, for a
+        role that computes without torch, whose profiler this would run: raises InvalidRequest."""
         raise InvalidRequest(f"{self.role} computes without torch, so there is nothing to profile")
 
     @register("ONE_TO_ALL")

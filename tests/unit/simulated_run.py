@@ -278,7 +278,7 @@ class Notes:
             k: v for k, v in metrics.items() if not k.startswith(("time/", "mem/", "rank/"))
         }
 
-    def calls(self, step: int, records: list[Any]) -> None:
+    def calls(self, step: int, records: list[Any], rows: int = 0) -> None:
         self.records += [(step, record) for record in records]
 
     def samples(self, step: int, rows: Any) -> None: ...

@@ -25,6 +25,7 @@ from controller.role_groups.futures import Promise, on_thread
 from controller.role_groups.loop import Loop
 from controller.simulation.clock import VirtualTimeLoop
 from controller.simulation.durations import CallTimes, Durations, TimedCall, measured
+from controller.simulation.report import steps_table
 from controller.simulation.run import SimulatedRun, Trace, simulate_run
 from controller.tracking.timeline import Timeline
 from controller.training.evaluation import Evaluation, Measured
@@ -175,6 +176,13 @@ def test_another_seed_gives_other_stragglers() -> None:
     one, two = (trace_of("ppo", durations=replace(durations, seed=seed)) for seed in (7, 8))
     assert one.straggling != two.straggling
     assert one.straggling[1] > 0
+
+
+def test_rounding_makes_no_straggler_negative() -> None:
+    trace = trace_of("ppo")
+    trace.straggling = {1: -1e-16, 2: 0.0, 3: 0.5}
+    cells = [*steps_table(trace).columns[4].cells]
+    assert cells == ["", "", "500 ms"]
 
 
 def test_it_repeats_the_step_times_of_a_measured_run(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""The recorder of a connected run, with its trackers and its endpoint for Prometheus."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from controller.config.config import Config
+from controller.plan import Plan
+from controller.role_groups.cluster import Cluster
+from controller.tracking.observer import Observer
+from controller.tracking.progress import Progress
+from controller.tracking.prometheus import MetricsEndpoint
+from controller.tracking.recorder import Recorder
+from controller.tracking.run_directory import RunDirectory
+from controller.tracking.tracker import TrackedRun
+from controller.tracking.trackers import Trackers, find_trackers
+
+
+@contextlib.contextmanager
+def recording(
+    plan: Plan,
+    config: Config,
+    cluster: Cluster,
+    directory: RunDirectory,
+    progress: Progress,
+    identity: Mapping[str, Any],
+    endpoint: MetricsEndpoint | None,
+) -> Iterator[Recorder]:
+    """Context manager that records a run.
+
+    Args:
+        plan: The run.
+        config: Its configuration with the measured libraries.
+        cluster: Connected services.
+        directory: Run directory, whose files are cut to the point that a resumed run goes on from.
+        progress: Terminal display.
+        identity: Identity of the run as JSON values.
+        endpoint: Endpoint for Prometheus; None where the config has none.
+    """
+    path = directory.path.resolve()
+    run = TrackedRun(path.name, path, config.tracking.project, plan.identity.algorithm, identity)
+    trackers = Trackers(
+        find_trackers(config.tracking.trackers),
+        directory,
+        run,
+        plan.algorithm.resolved(config),
+        plan.resumes.step if plan.resumes else None,
+        progress.message,
+    )
+    observers: list[Observer] = [trackers]
+    if endpoint:
+        endpoint.watch(cluster, lambda: trackers.deliveries)
+        observers.append(endpoint)
+    with (
+        trackers,
+        Recorder(directory, progress, identity, observers=observers) as recorder,
+        recorder.following(cluster.running, cluster.memory),
+    ):
+        yield recorder
