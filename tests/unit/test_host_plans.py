@@ -126,6 +126,7 @@ def test_each_rank_is_started_on_one_host_and_numbered_as_torchrun_does() -> Non
         (),
         at(critic="10.0.0.1:7102", reward="127.0.0.1:7104"),
         ("pools={both=['a/cpu:0','b/cpu:0']}", "services.actor.pool=both"),
+        ("pools={both=['a/cpu:0','left']}", "services.actor.pool=both"),
     ],
 )
 def test_a_config_of_one_host_is_started_whole_whatever_its_name(
