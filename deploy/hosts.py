@@ -44,16 +44,18 @@ class HostPlan:
             ConfigError: No rank is on the host, or none of the hosts is this one, or several are; or there are several
                 hosts, and that of a service is unclear.
         """
+        is_local = all(names_loopback(address_host(config.services[name].address)) for name in names)
+        if given is None and is_local:
+            return _everything(config, names)
         by_service = rank_hosts(config)
         chosen = {name: by_service[name] for name in names}
         hosts = list(dict.fromkeys(host for each in chosen.values() for host in each if host))
-        is_local = all(names_loopback(address_host(config.services[name].address)) for name in names)
-        if given is None and (len(hosts) < 2 or is_local):
-            return _everything(chosen)
+        if given is None and len(hosts) < 2:
+            return _everything(config, names)
         if given is None:
             mine = [host for host in hosts if _is_here(host, config, chosen)]
             if mine == hosts and not any(len(set(each)) > 1 for each in chosen.values()):
-                return _everything(chosen)
+                return _everything(config, names)
             given = _only(mine, hosts)
         if given not in hosts:
             raise ConfigError(f"--host {given}: {_known(hosts)}")
@@ -139,8 +141,8 @@ def check_stores(config: Config, plan: HostPlan) -> None:
         taken[name + "'s store"] = place
 
 
-def _everything(hosts: Mapping[str, tuple[str, ...]]) -> HostPlan:
-    return HostPlan("", {name: ("",) * len(each) for name, each in hosts.items()})
+def _everything(config: Config, names: Sequence[str]) -> HostPlan:
+    return HostPlan("", {name: ("",) * config.services[name].ranks for name in names})
 
 
 def _only(mine: Sequence[str], hosts: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ INTERVAL_S = 1.0
 
 
 class PeerWatch:
-    """Checks the health of one rank of a service on each other host, without blocking. The service has to be up.
+    """Checks the health of one rank of a service on each other host, without blocking.
 
     Args:
         name: Name of the service.
@@ -34,12 +34,11 @@ class PeerWatch:
         self._describe = worker_pb2_grpc.WorkerServiceStub(self._channel).Describe
         self._description: Any = None
         self._probes: dict[str, tuple[str, Probe]] = {}
-        now = time.monotonic()
-        self._next = now
-        self._seen = dict.fromkeys(ranks, now)
+        self._next = 0.0
+        self._seen: dict[str, float] = {}
 
     def poll(self) -> None:
-        """Starts and reads health checks, and never blocks.
+        """Starts and reads health checks, and never blocks. The first call is made when the service is up.
 
         Raises:
             ServiceLost: A rank has not answered for `PEER_TIMEOUT_S`; the text has its number, host and address.
@@ -48,6 +47,7 @@ class PeerWatch:
         if now < self._next:
             return
         self._next = now + INTERVAL_S
+        self._seen = self._seen or dict.fromkeys(self._ranks, now)
         if not self._probes:
             self._find()
         for host, (_, probe) in self._probes.items():

@@ -206,10 +206,10 @@ def _serve(
     elif table.device == "cuda":
         raise ConfigError(f"services.{name}.device is cuda, and this service has no model to compute there")
     ranks = Ranks.join(
-        chosen.uses_torch(table),
-        _model_mesh(table),
-        (given or table).model_dump_json(),
-        table.startup_timeout_s,
+        needs_torch=chosen.uses_torch(table),
+        model_mesh=_model_mesh(table),
+        table=(given or table).model_dump_json(),
+        timeout_s=table.startup_timeout_s,
     )
     serving = chosen(table, ranks)
     serving.service, serving.output_roots, serving.losses = name, roots, losses

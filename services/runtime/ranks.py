@@ -130,7 +130,7 @@ class Ranks:
 
         Raises:
             OutOfStep: A rank did not join within RENDEZVOUS_TIMEOUT_S, or `timeout_s` on several hosts.
-            ConfigError: Ranks on several hosts do not fit together; see `stores.enter`.
+            ConfigError: Ranks on several hosts do not fit together; see `stores.store_of_hosts`.
         """
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         epoch = time.time_ns() // 1_000_000
@@ -141,8 +141,13 @@ class Ranks:
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
         from services.runtime.process_groups import COLLECTIVE_TIMEOUT  # imports torch
+        from services.runtime.stores import store_of_hosts  # imports torch
 
-        base = _open_store(rank, size, table, timeout_s)
+        place = os.environ.get(VARIABLE, "")
+        if place.startswith(RANK_0):
+            base = store_of_hosts(place.removeprefix(RANK_0), rank, size, table, timeout_s)
+        else:
+            base = _open_store(rank, size)
         store = PrefixStore("rlhf-cluster", base)
         epoch = _meet(store, rank, size, epoch)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT_COLLECTIVES))
@@ -312,21 +317,16 @@ def _wait_for_all(store: Store, key: str, rank: int, size: int) -> None:
         ) from None
 
 
-def _open_store(rank: int, size: int, table: str, several_hosts_s: float) -> Store:
+def _open_store(rank: int, size: int) -> Store:
     """Opens the torch.distributed store of a service, at the rendezvous that environment variables name; a store in
-    this process's memory if `size` is 1. The arguments are those of `join`."""
+    this process's memory if `size` is 1."""
     from torch.distributed import FileStore, HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
-
-    from services.runtime.stores import enter, store_of_rank_0  # imports torch
 
     timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     place = os.environ.get(VARIABLE, "")
     if size == 1:
         store = HashStore()
-    elif place.startswith(RANK_0):
-        store = store_of_rank_0(place.removeprefix(RANK_0), rank, several_hosts_s)
-        enter(store, rank, size, table, several_hosts_s)
     elif place.startswith(TCP):
         host, _, port = place.removeprefix(TCP).rpartition(":")
         store = TCPStore(

@@ -41,18 +41,29 @@ def connected_store(host: str, port: int, timeout_s: float) -> TCPStore:
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def store_of_rank_0(place: str, rank: int, timeout_s: float) -> TCPStore:
-    """Opens the store of a service over several hosts on rank 0, and connects to it on the other ranks.
+def store_of_hosts(place: str, rank: int, size: int, table: str, timeout_s: float) -> Store:
+    """Opens the store of a service over several hosts on rank 0, and connects to it on the other ranks; waits until all
+    have entered it, and compares their tables. Collective.
 
     Args:
         place: host:port of the store.
         rank: Rank of this process.
-        timeout_s: How long a rank waits for rank 0, in seconds.
+        size: Number of ranks of the service.
+        table: The service's table, as JSON, that this rank was started with.
+        timeout_s: How long to wait for the other ranks, in seconds.
 
     Raises:
-        ConfigError: Rank 0 cannot listen there.
-        OutOfStep: Rank 0 has not opened it in time.
+        ConfigError: Rank 0 cannot listen there, a rank was started with another table than rank 0, or this one is there
+            twice.
+        OutOfStep: A rank has not entered in time, or rank 0 has ended.
     """
+    store = _opened(place, rank, timeout_s)
+    _enter(PrefixStore("rlhf-hosts", store), rank, size, table, timeout_s)
+    return store
+
+
+def _opened(place: str, rank: int, timeout_s: float) -> TCPStore:
+    """Opens the store, or connects to it; arguments and errors are those of `store_of_hosts`."""
     host, _, port = place.rpartition(":")
     host = host.strip("[]")
     if rank == 0:
@@ -71,21 +82,9 @@ def store_of_rank_0(place: str, rank: int, timeout_s: float) -> TCPStore:
         ) from None
 
 
-def enter(base: Store, rank: int, size: int, table: str, timeout_s: float) -> None:
-    """Waits until all ranks of a service have entered its store, and compares their tables. Collective.
-
-    Args:
-        base: The store.
-        rank: Rank of this process.
-        size: Number of ranks of the service.
-        table: The service's table, as JSON, that this rank was started with.
-        timeout_s: How long to wait for the other ranks, in seconds.
-
-    Raises:
-        ConfigError: A rank was started with another table than rank 0, or this one is there twice.
-        OutOfStep: A rank has not entered in time, or rank 0 has ended.
-    """
-    store = PrefixStore("rlhf-hosts", base)
+def _enter(store: Store, rank: int, size: int, table: str, timeout_s: float) -> None:
+    """Enters the store, waits for all ranks and compares their tables; arguments and errors are those of
+    `store_of_hosts`."""
     try:
         if store.add(f"entered/{rank}", 1) > 1:
             raise ConfigError(

@@ -21,6 +21,7 @@ import pytest
 
 from controller.config.config import Config, load
 from controller.tracking.metrics import read_metrics
+from deploy import state
 from deploy.certificates import TABLE, write_certificates
 from deploy.peers import PEER_TIMEOUT_S
 from integration.conftest import Task
@@ -247,6 +248,9 @@ def up_on_both(
         yield processes, here, there
     finally:
         processes.kill()
+        for host in ("node-0", "node-1"):  # a killed launcher leaves the file that `down` removes
+            if left := state.find(TWO_NODES, host):
+                state.stop(left, grace_s=1)
 
 
 def traffic_of(config: Config) -> dict[str, dict[str, int]]:

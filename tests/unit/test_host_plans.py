@@ -126,6 +126,7 @@ def test_each_rank_is_started_on_one_host_and_numbered_as_torchrun_does() -> Non
         (),
         at(critic="10.0.0.1:7102", reward="127.0.0.1:7104"),
         ("pools={both=['a/cpu:0','b/cpu:0']}", "services.actor.pool=both"),
+        ("pools={both=['a/cpu:0','left']}", "services.actor.pool=both"),
     ],
 )
 def test_a_config_of_one_host_is_started_whole_whatever_its_name(
@@ -311,9 +312,7 @@ def test_exactly_the_ranks_of_the_host_are_started(tmp_path: Path, monkeypatch: 
 
 
 def join(rank: int, size: int, port: int, table: dict[str, Any], timeout_s: float = 20.0) -> None:
-    store = stores.store_of_rank_0(f"127.0.0.1:{port}", rank, timeout_s)
-    stores.enter(store, rank, size, json.dumps(table), timeout_s)
-    kept.append(store)
+    kept.append(stores.store_of_hosts(f"127.0.0.1:{port}", rank, size, json.dumps(table), timeout_s))
 
 
 kept: list[Any] = []
@@ -447,6 +446,7 @@ def test_a_rank_of_another_host_that_no_longer_answers_is_named(monkeypatch: pyt
             time.sleep(0.01)
 
     try:
+        time.sleep(2.5)  # a service takes its time to start
         poll_for(4.0)
         servers[2].stop(None).wait()
         with pytest.raises(

@@ -153,7 +153,8 @@ def test_on_a_cpu_all_ranks_share_the_memory_of_the_host(
     needed = sum(service.ranks * service.on_cpu for service in report.services.values()) / GB
     assert report.misfits == [
         f"services actor, critic: all ranks together need {needed:.2f} GB of host memory, of which 100.00 GB are "
-        f"available, {needed - 100:.2f} GB too little"
+        f"available, {needed - 100:.2f} GB too little; this host has no GPUs: for a check of a host with GPUs, on "
+        "which actor, critic would compute, give the memory of one with --device-memory-gb"
     ]
 
 
