@@ -17,7 +17,7 @@ from settings.strict import Positive, Seconds, Strict
 
 CHECKS_ANSWERS = frozenset({"exact_match", "gsm8k", "math"})
 """Names of the reward functions that compare a response with the ground truth of its row."""
-BUILT_IN = CHECKS_ANSWERS | {"format", "length"}
+BUILT_IN = CHECKS_ANSWERS | {"environment", "format", "length"}
 """Names of the reward functions of this package."""
 
 
