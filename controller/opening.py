@@ -31,6 +31,7 @@ from controller.tracking.marks import cut_files, mark_files
 from controller.tracking.progress import Progress
 from controller.tracking.recorder import Recorder
 from controller.tracking.run_directory import RunDirectory, make_unique, write_atomically, writing
+from controller.training.environment import environment_factory
 from controller.training.run import Run
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopted
@@ -63,6 +64,9 @@ def open_planned(
     config, opened = plan.config, contextlib.ExitStack()
     with contextlib.ExitStack() as unless_opened:
         unless_opened.push(opened)
+        environment_factory(
+            config.rollout.environment
+        )  # what cannot be imported is refused before services start
         opened.enter_context(adopted(config.security.load()))
         directory = opened.enter_context(_directory(plan))
         # A run that is resumed keeps its config until its services have admitted it.

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from controller.config.rollout import EnvironmentTable
 from controller.data.chat import Messages
-from controller.role_groups.futures import on_thread, results
+from controller.role_groups.futures import Promise, on_thread, pass_on, results
 from controller.role_groups.loop import Loop
 from rlhf.errors import ConfigError, DeadlineExceeded
 from rlhf.plugins import PluginError, load_object
@@ -88,10 +88,11 @@ class EnvironmentCaller:
 
         self._each(make, episodes)
 
-    def step(self, episodes: Sequence[Episode], turns: Sequence[str]) -> list[Answer]:
-        """Returns the answer of each environment to the text of a turn; None for episodes that have failed."""
+    def step(self, episodes: Sequence[Episode], said: Sequence[str]) -> list[Answer]:
+        """Returns the answer of each environment to what the policy said in a turn; None for episodes that have
+        failed."""
         answers: dict[int, Answer] = {}
-        texts = {id(episode): text for episode, text in zip(episodes, turns, strict=True)}
+        texts = {id(episode): text for episode, text in zip(episodes, said, strict=True)}
 
         async def step(episode: Episode) -> None:
             episode.turns += 1
@@ -191,7 +192,9 @@ async def _run(work: Callable[[], Any]) -> Any:
     function = work.func if isinstance(work, partial) else work
     if asyncio.iscoroutinefunction(function):
         return await work()
-    made = await asyncio.wrap_future(on_thread(work, "environment"))
+    ended: Promise[Any] = Promise()  # which cannot be cancelled: the thread goes on past a timeout
+    pass_on(on_thread(work, "environment"), ended)
+    made = await asyncio.wrap_future(ended)
     return await made if isinstance(made, Awaitable) else made
 
 

@@ -109,7 +109,7 @@ class EpisodePlayer:
     ) -> tuple[list[str | None], float]:
         """Returns the observation that follows each turn, None for an episode that has ended, and the time that the
         environments took, in seconds. Episodes without room for a further turn [rows] bool have ended before it."""
-        playing = np.flatnonzero(has_room)
+        playing = [row for row, has_any in enumerate(has_room.tolist()) if has_any]
         started = time.monotonic()
         answers = self._caller.step([episodes[row] for row in playing], [said[row] for row in playing])
         seconds = time.monotonic() - started
@@ -139,7 +139,7 @@ def episode_metrics(batch: Batch) -> dict[str, float]:
     assert isinstance(turns, LocalColumn), "the controller plays the episodes"
     assert isinstance(errors, LocalColumn), "the controller plays the episodes"
     return {
-        "episode/turns_mean": float(np.mean(turns.values)),
+        "episode/turns_mean": float(np.mean(np.asarray(turns.values))),
         "episode/failed": sum(map(bool, errors.texts)) / batch.rows,
         "episode/sampled_mean": count_tokens(batch, "rollout_log_probs") / batch.rows,
     }

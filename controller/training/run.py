@@ -129,13 +129,11 @@ class Run:
         has for it (`Config.generators`); raises ConfigError as `group`."""
         generator, group = self.config.generators.get(name), self.group(name, ActorGroup)
         rollout = self.group(generator, RolloutGroup) if generator else None
-        options = _generation_options(self.groups, self._player)
-        return Actor(group, self.config, step_of=self.step_of, rollout=rollout, **options)
+        return Actor(group, self.config, step_of=self.step_of, rollout=rollout, **_options(self))
 
     def rollout(self, name: str = "rollout") -> Rollout:
         """Returns a `Rollout` that calls service `name`; raises ConfigError as `group`."""
-        options = _generation_options(self.groups, self._player)
-        return Rollout(self.group(name, RolloutGroup), self.config, **options)
+        return Rollout(self.group(name, RolloutGroup), self.config, **_options(self))
 
     def reconnect(self, name: str) -> None:
         """Takes a rollout service that was restarted into the run again; see `Cluster.reconnect`. Make its `Rollout`,
@@ -312,7 +310,7 @@ def _before_and_after(history: Sequence[Mapping[str, float]]) -> dict[str, float
     }
 
 
-def _generation_options(groups: Mapping[str, RoleGroup], player: EpisodePlayer | None) -> dict[str, Any]:
-    """Returns arguments of a `Rollout`: texts are returned where a reward among these groups scores text."""
-    with_text = any(isinstance(each, RewardGroup) and each.wants_text for each in groups.values())
-    return {"returns_text": with_text, "player": player}
+def _options(run: Run) -> dict[str, Any]:
+    """Returns arguments of a `Rollout`: texts are returned where a reward of the run scores text."""
+    with_text = any(isinstance(each, RewardGroup) and each.wants_text for each in run.groups.values())
+    return {"returns_text": with_text, "player": run._player}
