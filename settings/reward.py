@@ -129,8 +129,9 @@ class RewardTable(ServiceTable):
     """Kind of the reward: function scores text with a Python function; model scores with a sequence-classification
     model; sandbox runs the program in the response against tests; judge asks a language model."""
     function: str = "exact_match"
-    """For kind function: name of the function: exact_match, gsm8k, math, format, length, or module:function for one
-    of your own, which may score all responses to a prompt at once (`over_groups`)."""
+    """For kind function: name of the function: exact_match, gsm8k, math, format, length, environment (the reward that
+    the environment of an episode has given), or module:function for one of your own, which may score all responses to
+    a prompt at once (`over_groups`)."""
     options: dict[str, str | int | float | bool] = {}
     """For kind function: keyword arguments that every call of the function gets, for example
     `options.mode = "flexible"` for gsm8k."""
