@@ -64,9 +64,7 @@ def open_planned(
     config, opened = plan.config, contextlib.ExitStack()
     with contextlib.ExitStack() as unless_opened:
         unless_opened.push(opened)
-        environment_factory(
-            config.rollout.environment
-        )  # what cannot be imported is refused before services start
+        environment_factory(config.rollout.environment)  # refused before anything starts
         opened.enter_context(adopted(config.security.load()))
         directory = opened.enter_context(_directory(plan))
         # A run that is resumed keeps its config until its services have admitted it.
@@ -99,9 +97,8 @@ def open_planned(
         saver = _checkpointer(plan, config, cluster, recorder, known, limits, termination or Termination())
         if saver:
             opened.callback(saver.close)
-        resumed = plan.resumes.run if plan.resumes else None
         parts = plan.config, plan.data, cluster, recorder, plan.pretrain, limits, opened
-        run = Run(*parts, checkpointer=saver, resumed=resumed)
+        run = Run(*parts, checkpointer=saver, resumed=plan.resumes.run if plan.resumes else None)
         unless_opened.pop_all()
         return run
 

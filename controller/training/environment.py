@@ -190,12 +190,15 @@ class EnvironmentCaller:
 
 async def _run(work: Callable[[], Any]) -> Any:
     function = work.func if isinstance(work, partial) else work
-    if asyncio.iscoroutinefunction(function):
-        return await work()
-    ended: Promise[Any] = Promise()  # which cannot be cancelled: the thread goes on past a timeout
-    pass_on(on_thread(work, "environment"), ended)
-    made = await asyncio.wrap_future(ended)
-    return await made if isinstance(made, Awaitable) else made
+    try:
+        if asyncio.iscoroutinefunction(function):
+            return await work()
+        ended: Promise[Any] = Promise()  # which cannot be cancelled: the thread goes on past a timeout
+        pass_on(on_thread(work, "environment"), ended)
+        made = await asyncio.wrap_future(ended)
+        return await made if isinstance(made, Awaitable) else made
+    except SystemExit as error:  # which would end the event loop
+        raise RuntimeError(f"called sys.exit({error.code})") from error
 
 
 def _checked(answer: Any) -> Answer:

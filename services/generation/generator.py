@@ -13,6 +13,7 @@ import torch
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
+from services.generation.episodes import COLUMNS as EPISODE_COLUMNS
 from services.generation.episodes import Episodes
 from services.generation.partial import COLUMNS, PartialResponses
 from services.generation.requests import end_of_sequence_ids, sampling_options
@@ -107,6 +108,8 @@ class SequenceGenerator:
     ) -> Segment | None:
         """Returns what a call has to add to responses; None for one that generates whole responses. Raises
         InvalidRequest where that is not possible."""
+        if given := [name for name in ("partial_mask", "observation") if name in rows]:
+            raise InvalidRequest(f"columns {given} need episode")
         if not (request.segment_tokens or any(name in rows for name in COLUMNS)):
             return None
         if options.stop:
@@ -163,7 +166,7 @@ class SequenceGenerator:
             raise InvalidRequest(
                 f"max_response_tokens: must be at least sampling.max_new_tokens, {new} (given: {most})"
             )
-        if "observation" not in rows:
+        if not any(name in rows for name in EPISODE_COLUMNS):
             return Episodes.first(rows.count)
         observations = self._tokenized(rows.texts("observation"), call, add_special_tokens=False)
         eos_ids = frozenset(self._eos_ids)

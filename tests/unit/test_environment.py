@@ -96,6 +96,17 @@ def test_a_failure_ends_its_episode_alone_and_is_logged_with_its_traceback(
     assert episodes[0].environment.is_closed
 
 
+def test_an_environment_that_exits_fails_its_episode(make: Make) -> None:
+    class Exits(Echo):
+        def step(self, response: str) -> str | None:
+            raise SystemExit(3)
+
+    caller, episodes = make(Exits), [Episode(ROW)]
+    caller.make(episodes)
+    assert caller.step(episodes, ["a"]) == [None]
+    assert episodes[0].error == "environment mine:Own: step: RuntimeError: called sys.exit(3)"
+
+
 def test_an_environment_that_cannot_be_made_fails_its_episode(make: Make) -> None:
     def refuse(**row: Any) -> None:
         raise ValueError("no such level")

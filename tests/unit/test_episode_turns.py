@@ -217,6 +217,13 @@ def test_what_cannot_be_an_episode_is_refused(rank: OneRank) -> None:
     with pytest.raises(InvalidRequest, match=r"at least sampling.max_new_tokens, 3 \(given: 2\)"):
         take_turn(rank, most=2)
     take_turn(rank)
+    rank.columns["observation"] = LocalColumn(OBSERVATIONS)
+    alone = actor_pb2.GenerateSequencesRequest(sampling=SAMPLED)
+    with pytest.raises(InvalidRequest, match=r"columns \['observation'\] need episode"):
+        rank.call(rank.actor, "generate_sequences", alone, "prompt", "observation")
+    alone.episode, alone.max_response_tokens = True, 40
+    with pytest.raises(InvalidRequest, match="partial_ids"):
+        rank.call(rank.actor, "generate_sequences", alone, "prompt", "observation")
     rank.columns["response_mask"] = LocalColumn(Jagged(np.ones(6, np.uint8), np.ones(6, np.int64)))
     with pytest.raises(InvalidRequest, match="'partial_mask' does not fit"):
         take_turn(rank, OBSERVATIONS)

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from controller.config.config import Config
+from controller.algorithms import find_algorithm
+from controller.config.config import Config, load
 from controller.config.rollout import RolloutTable
 from controller.data.chat import Chat
+from controller.mapping.record import record_dataflow
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.verdicts import first_causes
 from controller.training.columns import texts_of
@@ -24,6 +26,7 @@ from rlhf.errors import ConfigError, InvalidRequest
 from services.reward.functions import find_function
 
 PROMPTS = ["a", "b", "c"]
+GROUPS = Path(__file__).parents[2] / "deploy" / "quickstart" / "groups.toml"
 
 
 class Script:
@@ -193,6 +196,14 @@ def test_the_reward_of_an_environment_is_read_from_the_metadata() -> None:
     assert function("", "", "", {"environment_reward": 0.5}) == 0.5
     with pytest.raises(ValueError, match=r"rollout\.environment has given no reward"):
         function("", "", "", {})
+
+
+def test_the_search_for_a_placement_takes_an_episode_as_one_call() -> None:
+    keys = ("factory=mine:Own", "turn_tokens=4")
+    settings = tuple(f"rollout.environment.{key}" for key in keys)
+    algorithm = find_algorithm("grpo")
+    given = algorithm.configure(load(GROUPS, settings))
+    assert [call.method for call in record_dataflow(algorithm, given)].count("generate_sequences") == 1
 
 
 @pytest.mark.parametrize(
