@@ -15,12 +15,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "multi_turn.md"
     ("said", "answers", "reward"),
     [
         (["46"], [None], 1.0),
-        (["45", " 46 "], [";46=", None], 0.8),
-        (["45", "", "46"], [";46=", ";46=", None], 0.64),
-        (["45", "44"], [";46=", ";46="], 0.0),
+        (["45", " 6 "], [";12+34=4", None], 0.8),
+        (["45", "", "6"], [";12+34=4", ";12+34=4", None], 0.64),
+        (["45", "46"], [";12+34=4", ";12+34=4"], 0.0),
     ],
 )
-def test_a_wrong_answer_is_read_its_sum_and_costs_reward(
+def test_a_wrong_answer_is_shown_its_sum_without_the_last_digit_and_costs_reward(
     said: list[str], answers: list[str | None], reward: float
 ) -> None:
     calculator = Calculator(prompt="12+34=", ground_truth="46", metadata={})
@@ -34,5 +34,5 @@ def test_the_page_has_the_same_class() -> None:
     exec(code, namespace)
     for factory in (namespace["Calculator"], Calculator):
         calculator = factory(prompt="12+34=", ground_truth="46", metadata={}, discount=0.5)
-        assert [calculator.step("45"), calculator.step("46")] == [";46=", None]
+        assert [calculator.step("45"), calculator.step("6")] == [";12+34=4", None]
         assert calculator.reward() == 0.5
