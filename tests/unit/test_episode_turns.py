@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pretend_device import pretending
 from transformers import AutoModelForCausalLM
 from unit.conftest import EOS_ID
 from unit.one_rank import PROMPTS, OneRank
@@ -30,6 +32,7 @@ PARTIAL = {
     "partial_log_probs": "rollout_log_probs",
 }
 SEQUENCE = ("prompt_ids", "response_ids", "response_mask")
+LOG_PROB = actor_pb2.ComputeLogProbRequest(temperature=1.0)
 OBSERVATIONS = ["w20", "<eos>w21", "w22", "<eos>", "", "w23"]
 OBSERVED = [[20], [EOS_ID, 21], [22], [EOS_ID], [], [23]]
 
@@ -101,8 +104,7 @@ def test_log_probabilities_are_those_of_a_dense_model_at_the_sampled_tokens(
     rank: OneRank, tiny_llama_dir: Path
 ) -> None:
     two_turns(rank)
-    request = actor_pb2.ComputeLogProbRequest(temperature=1.0)
-    rank.call(rank.actor, "compute_log_prob", request, *SEQUENCE, "rollout_log_probs")
+    rank.call(rank.actor, "compute_log_prob", LOG_PROB, *SEQUENCE, "rollout_log_probs")
     model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir, dtype=torch.float64)
     for row in range(len(PROMPTS)):
         expected = dense_log_probs(model, rank, row)[rank.read("response_mask").row(row).astype(bool)]
@@ -150,6 +152,28 @@ def test_the_gradient_is_that_of_the_sampled_tokens_alone(tiny_llama_dir: Path, 
         rank.close()
 
 
+def test_on_a_device_tokens_and_gradient_are_the_same(tiny_llama_dir: Path) -> None:
+    found = []
+    for is_pretend in (False, True):
+        with pretending() if is_pretend else nullcontext() as log:
+            rank = OneRank(tiny_llama_dir, log)
+            rank.steps = FIRST_STEP
+            two_turns(rank)
+            rank.call(rank.actor, "compute_log_prob", LOG_PROB, *SEQUENCE, "rollout_log_probs")
+            rank.columns["advantages"] = LocalColumn(np.linspace(-1, 1, len(PROMPTS), dtype=np.float32))
+            request = actor_pb2.UpdateActorRequest(
+                loss=actor_pb2.PolicyLoss(),
+                schedule=actor_pb2.Schedule(epochs=1, mini_batches=1),
+                temperature=1.0,
+            )
+            metrics = rank.call(rank.actor, "update_actor", request, *SEQUENCE, "log_probs", "advantages")
+            found.append((rows(rank, "response_ids"), metrics["grad_norm"]))
+            rank.close()
+    (ids, norm), (other_ids, other_norm) = found
+    assert ids == other_ids
+    assert norm == pytest.approx(other_norm, rel=1e-4)
+
+
 def test_observations_have_no_values_and_the_critic_learns_from_the_sampled_tokens(rank: OneRank) -> None:
     two_turns(rank)
     rank.call(rank.critic, "compute_values", critic_pb2.ComputeValuesRequest(), *SEQUENCE)
@@ -166,10 +190,9 @@ def test_observations_have_no_values_and_the_critic_learns_from_the_sampled_toke
 
 def test_a_mask_of_ones_changes_no_bit(rank: OneRank) -> None:
     take_turn(rank)
-    request = actor_pb2.ComputeLogProbRequest(temperature=1.0)
-    rank.call(rank.actor, "compute_log_prob", request, "prompt_ids", "response_ids")
+    rank.call(rank.actor, "compute_log_prob", LOG_PROB, "prompt_ids", "response_ids")
     without = rank.read("log_probs").values.copy()
-    rank.call(rank.actor, "compute_log_prob", request, *SEQUENCE)
+    rank.call(rank.actor, "compute_log_prob", LOG_PROB, *SEQUENCE)
     assert rank.read("log_probs").values.tolist() == without.tolist()
 
 
@@ -229,4 +252,4 @@ def test_what_cannot_be_an_episode_is_refused(rank: OneRank) -> None:
     with pytest.raises(InvalidRequest, match="'partial_mask' does not fit"):
         take_turn(rank, OBSERVATIONS)
     with pytest.raises(InvalidRequest, match="'response_mask' does not have one value per token"):
-        rank.call(rank.actor, "compute_log_prob", actor_pb2.ComputeLogProbRequest(temperature=1.0), *SEQUENCE)
+        rank.call(rank.actor, "compute_log_prob", LOG_PROB, *SEQUENCE)
