@@ -70,7 +70,8 @@ class EpisodePlayer:
         Raises:
             RlhfError: A call of the service failed, or messages cannot be rendered.
         """
-        texts = {name: texts_of(prompts, name) for name in TEXTS if name in prompts}
+        # Waits without the step, so that its gates stay closed: all turns are generated with the same weights.
+        texts = {name: texts_of(prompts.of_step(None), name) for name in TEXTS if name in prompts}
         rows_of = [dict(zip(texts, row, strict=True)) for row in zip(*texts.values(), strict=True)]
         episodes, seconds = [Episode(row) for row in rows_of], 0.0
         active, rows, before = np.arange(prompts.rows), prompts.select(["prompt"]), np.zeros(prompts.rows)
@@ -81,8 +82,9 @@ class EpisodePlayer:
         for turn in range(self._table.turns):
             made = generate(rows)
             calls += made.calls
-            lengths = lengths_of(made.result(["response_ids"])["response_ids"])
-            said = texts_of(made, "turn")
+            found = made.of_step(None)
+            lengths = lengths_of(found.result(["response_ids"])["response_ids"])
+            said = texts_of(found, "turn")
             observations, took = self._answers([episodes[row] for row in active], said, lengths > before)
             seconds += took
             is_last = turn + 1 == self._table.turns

@@ -107,6 +107,16 @@ def test_a_killed_run_of_episodes_goes_on_with_the_same_results(own_rewards: Con
         assert Results.of(killed.run_dir) == undisturbed
 
 
+def test_steps_that_overlap_play_episodes_with_the_same_bits(own_rewards: Config, tmp_path: Path) -> None:
+    shas = set()
+    for name in ("first", "second"):
+        run = {"directory": tmp_path / name, "steps": 3, "ahead": 1, "samples": 0}
+        done = job.run(with_environment(own_rewards, NINES, run=run), "ppo")
+        shas.add(done.summary["actor_sha256"])
+        assert [line["staleness/max"] for line in read_metrics(done.directory)[1:]] == [0, 1, 1]
+    assert len(shas) == 1
+
+
 def test_an_episode_that_fails_ends_the_run_as_a_reward_that_fails_does(
     own_rewards: Config, tmp_path: Path
 ) -> None:
