@@ -13,7 +13,7 @@ from controller.config.checkpoint import CheckpointTable
 from controller.config.config import Config, load
 from controller.config.data import DataTable, SourceTable
 from controller.config.pools import ResourcePool, make_config
-from controller.config.rollout import RolloutTable
+from controller.config.rollout import EnvironmentTable, RolloutTable
 from controller.config.run import RunTable
 from controller.job import FinishedRun, open_run, resume, run
 from controller.quickstart import build_quickstart, load_quickstart
@@ -39,6 +39,7 @@ __all__ = [
     "ConfigError",
     "CriticTable",
     "DataTable",
+    "EnvironmentTable",
     "FinishedRun",
     "FutureBatch",
     "OptimizerTable",

@@ -10,6 +10,7 @@ from controller.config.config import Config
 from rlhf.errors import ConfigError
 from rlhf.roles import find_role
 from settings.fit import check_model_fits
+from settings.generation import GeneratingTable
 from settings.hub import DESCRIPTION, fetch, hub_model
 from settings.model import ModelTable
 
@@ -33,9 +34,20 @@ def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
         row_bytes += spec.response_token_bytes * config.rollout.max_response_tokens
         if not row_bytes:
             continue
+        if isinstance(table, GeneratingTable) and table.generates:
+            row_bytes += _turn_bytes(config, prompt_tokens)
         rows = math.ceil(batch_rows / (table.data_ranks if isinstance(table, ModelTable) else table.ranks))
         needed[name] = max(1, math.ceil(rows * row_bytes / 2**20))
     return needed
+
+
+def _turn_bytes(config: Config, prompt_tokens: int) -> int:
+    """Returns the bytes per row of what the turns of episodes but the last leave in the arena: int32 ids, a mask of
+    uint8 and float32 log-probabilities of the response so far."""
+    environment = config.rollout.environment
+    if not environment.factory:
+        return 0
+    return (environment.turns - 1) * (4 * prompt_tokens + 9 * config.rollout.max_response_tokens)
 
 
 def arena_warnings(config: Config, prompt_tokens: int) -> list[str]:

@@ -34,6 +34,7 @@ from controller.tracking.progress import Progress
 from controller.tracking.prometheus import MetricsEndpoint
 from controller.tracking.recorder import Recorder
 from controller.tracking.run_directory import RunDirectory, make_unique, write_atomically, writing
+from controller.training.environment import environment_factory
 from controller.training.run import Run
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopted
@@ -66,6 +67,7 @@ def open_planned(
     config, opened = plan.config, contextlib.ExitStack()
     with contextlib.ExitStack() as unless_opened:
         unless_opened.push(opened)
+        environment_factory(config.rollout.environment)  # refused before anything starts
         opened.enter_context(adopted(config.security.load()))
         endpoint = opened.enter_context(MetricsEndpoint.of(config.tracking))
         directory = opened.enter_context(_directory(plan))

@@ -17,7 +17,7 @@ from settings.strict import Positive, Seconds, Strict
 
 CHECKS_ANSWERS = frozenset({"exact_match", "gsm8k", "math"})
 """Names of the reward functions that compare a response with the ground truth of its row."""
-BUILT_IN = CHECKS_ANSWERS | {"format", "length"}
+BUILT_IN = CHECKS_ANSWERS | {"environment", "format", "length"}
 """Names of the reward functions of this package."""
 
 
@@ -62,9 +62,9 @@ class RewardTable(ServiceTable):
     model; sandbox runs the program in the response against tests; judge asks a language model; http asks a program
     of your own by HTTP."""
     function: str = "exact_match"
-    """For kind function: name of the function: exact_match, gsm8k, math, format, length, or module:function for one
-    of your own, which may score all responses to a prompt at once (`over_groups`) or be `async`. docs/rewards.md has
-    the accepted signatures."""
+    """For kind function: name of the function: exact_match, gsm8k, math, format, length, environment (the reward that
+    the environment of an episode has given), or module:function for one of your own, which may score all responses to
+    a prompt at once (`over_groups`) or be `async`. docs/rewards.md has the accepted signatures."""
     options: dict[str, str | int | float | bool] = {}
     """For kind function: keyword arguments that every call of the function gets, for example
     `options.mode = "flexible"` for gsm8k."""

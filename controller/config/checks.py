@@ -247,6 +247,22 @@ def check_chunks(data: DataTable, rollout: RolloutTable) -> None:
         )
 
 
+def check_environment(rollout: RolloutTable) -> None:
+    """Raises ValueError where responses have an environment, and the length of a turn is not given or is above that of
+    a response, or responses are in segments or chunks."""
+    environment, most = rollout.environment, rollout.max_response_tokens
+    if not environment.factory:
+        return
+    if not 1 <= environment.turn_tokens <= most:
+        raise ValueError(
+            f"rollout.environment.turn_tokens: must be from 1 to rollout.max_response_tokens, {most} (given: "
+            f"{environment.turn_tokens})"
+        )
+    for key, value in (("segments", rollout.segments), ("chunks", rollout.chunks)):
+        if value > 1:
+            raise ValueError(f"rollout.{key}: {value} does not go with rollout.environment; it must be 1")
+
+
 def check_ahead(run: RunTable, algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
     """Raises ValueError where steps overlap (`run.ahead`), and the update would not know the policy that it clips
     around or the one that generated the rows: log-probabilities are not recomputed, or top_k or top_p truncate

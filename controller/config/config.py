@@ -172,6 +172,7 @@ class Config(Strict):
         checks.check_ahead(self.run, self.algorithm, self.rollout)
         checks.check_segments(self.run, self.rollout)
         checks.check_chunks(self.data, self.rollout)
+        checks.check_environment(self.rollout)
         return self
 
 

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, model_validator
 
 from settings.engines import LOWEST_TEMPERATURE
-from settings.strict import Positive, Strict
+from settings.strict import Positive, Seconds, Strict
+
+
+class EnvironmentTable(Strict):
+    """Environment that answers the policy between the turns of a response; see docs/multi_turn.md."""
+
+    factory: str = ""
+    """Makes the environment of an episode, as module:object. Its keyword arguments are prompt, ground_truth and
+    metadata of the row, and `options`. Runs in the controller's process. Default: none; responses have one turn."""
+    options: dict[str, Any] = {}
+    """Further keyword arguments of the factory."""
+    turns: Positive = 4
+    """Maximum number of turns of an episode."""
+    turn_tokens: int = Field(default=0, ge=0)
+    """Maximum number of tokens that the policy adds in a turn; required with an environment.
+    rollout.max_response_tokens limits all turns together with what the environment adds: an episode ends where that
+    leaves no room for a further turn."""
+    timeout_s: Seconds = 60.0
+    """Timeout of a call of the environment, in seconds, after which its episode has failed."""
+    concurrency: Positive = 64
+    """Maximum number of calls of environments at a time."""
 
 
 class RolloutTable(Strict):
@@ -34,6 +56,9 @@ class RolloutTable(Strict):
     """Number of calls that generate the rows of a step, one chunk of rows after another: rewards and forward passes of
     a chunk start while the next is generated. At most data.prompts_per_step, since the responses to a prompt stay
     together; see docs/timing.md."""
+
+    environment: EnvironmentTable = EnvironmentTable()
+    """Environment that answers between turns."""
 
     @property
     def truncates(self) -> bool:

@@ -20,6 +20,8 @@ from rlhf.errors import ConfigError
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: a list of messages, which are dictionaries with keys `role` and `content`."""
 
+SAID = "<<response>>"
+"""Stands for a response where the text after it is rendered."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -52,14 +54,39 @@ class Chat:
             NoTemplate: The model has no chat template.
             ConfigError: The template cannot render the conversation.
         """
+        text = self._rendered(messages)
+        begin = self._special.get("bos_token", "")
+        return text.removeprefix(begin) if begin and self._adds_bos else text
+
+    def continuation(self, messages: Messages) -> str:
+        """Renders what follows the content of a message of the assistant where `messages` come after it, up to the next
+        response: the end of that message, the messages, and the head of the response. It is the difference of two
+        renderings, so it does not depend on what was said before.
+
+        Raises:
+            ConfigError: The model has no chat template, it cannot render the messages, or it does not render
+                conversations so that messages are only added.
+        """
+        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
+        alone, whole = self._rendered(begun, is_open=False), self._rendered([*begun, *messages])
+        _, found, end = alone.rpartition(SAID)
+        _, found_again, rest = whole.rpartition(SAID)
+        if not (found and found_again and rest.startswith(end)):
+            raise ConfigError(
+                f"the chat template of {self._directory} renders a message of the assistant in another way where "
+                "others follow it, so that a response cannot be continued; have the environment return a text instead"
+            )
+        return rest
+
+    def _rendered(self, messages: Messages, *, is_open: bool = True) -> str:
         jinja2 = required("jinja2", "chat templates")
         variables = {"tools": None, "documents": None, **self._special, **self._options}
         try:
-            text = self._template.render({**variables, "messages": messages, "add_generation_prompt": True})
+            return self._template.render(
+                {**variables, "messages": messages, "add_generation_prompt": is_open}
+            )
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise ConfigError(f"the chat template of {self._directory} refuses it: {error}") from None
-        begin = self._special.get("bos_token", "")
-        return text.removeprefix(begin) if begin and self._adds_bos else text
 
     def count(self, texts: Sequence[str]) -> list[int]:
         """Returns the number of tokens of each text, special tokens included.

@@ -175,6 +175,7 @@ class RecordingRun(Run):
         self.config = config
         self._texts = texts
         self._log = log
+        self._player = None  # an episode is recorded as one call
         self._step = StepContext(1)
         roles = {name: table.role for name, table in config.services.items()} | {
             role: role for role in config.also_served

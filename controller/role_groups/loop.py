@@ -28,12 +28,13 @@ class Loop:
 
     Args:
         loop: The event loop. Default: one of uvloop.
+        name: Name of the thread.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None, name: str = "grpc") -> None:
         self._loop = loop or uvloop.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:

@@ -10,7 +10,7 @@ from controller.role_groups.chunks import made_of
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
-from controller.role_groups.verdicts import RewardCodec, all_scored, miscounted
+from controller.role_groups.verdicts import RewardCodec, all_scored, first_causes, miscounted
 from controller.role_groups.weights import sync_weights
 from rlhf.errors import InvalidRequest
 from rlhf.plugins import load_class
@@ -65,6 +65,36 @@ class GeneratingGroup(RoleGroup):
             if not is_last:
                 rows = prompts | part.select(PARTIAL).rename(**PARTIAL)
         return made
+
+    def generate_turn(
+        self,
+        rows: FutureBatch,
+        sampling: actor_pb2.Sampling,
+        *,
+        max_response_tokens: int,
+        return_text: bool = False,
+    ) -> FutureBatch:
+        """Generates one turn of episodes. Returns columns prompt_ids, response_ids, response_mask and rollout_log_probs
+        of the responses so far, turn, the text of the turn, and with `return_text` also response, the whole text.
+
+        Args:
+            rows: Rows with column "prompt", and after the first turn also "partial_ids", "partial_mask",
+                "partial_log_probs" and "observation".
+            sampling: How tokens are drawn, and how many in the turn.
+            max_response_tokens: Maximum length of a response, in tokens. One without room for its observation and a
+                further turn is returned as it is.
+            return_text: Whether to return the texts of responses.
+        """
+        names = ["prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "turn"]
+        return self.call(
+            "generate_sequences",
+            rows,
+            [*names, *(["response"] if return_text else [])],
+            sampling=sampling,
+            return_text=return_text,
+            episode=True,
+            max_response_tokens=max_response_tokens,
+        )
 
 
 class ActorGroup(GeneratingGroup):
@@ -210,9 +240,13 @@ class RewardGroup(RoleGroup):
             )
         rows = batch.select([name for name in names if name in batch])
         made = self.call("compute_reward", rows, ("rewards", "reward_errors"))
+        if "environment_error" in batch:
+            both = [made["reward_errors"], batch["environment_error"]]
+            made = replace(made, columns={**made.columns, "reward_errors": made_of(both, first_causes)})
         if "response_ids" not in batch:
             return made
-        errors = made_of([made["rewards"], made["reward_errors"], batch["response_ids"]], miscounted)
+        tokens = batch["rollout_log_probs" if "response_mask" in batch else "response_ids"]
+        errors = made_of([made["rewards"], made["reward_errors"], tokens], miscounted)
         return replace(made, columns={**made.columns, "reward_errors": errors})
 
     def compare_pairs(self, pairs: FutureBatch, max_response_tokens: int) -> FutureBatch:

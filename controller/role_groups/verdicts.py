@@ -147,11 +147,24 @@ def all_scored(rewards: Column, errors: Column, service: str) -> Column:
     return rewards
 
 
-def miscounted(columns: Sequence[Column]) -> Column:
-    """Returns column reward_errors with a cause for each row whose token scores are not one per response token.
+def first_causes(columns: Sequence[Column]) -> Column:
+    """Returns column reward_errors in which a row whose episode has failed has the cause of that.
 
     Args:
-        columns: Columns rewards, reward_errors and response_ids.
+        columns: Columns reward_errors and environment_error.
+    """
+    errors, causes = columns
+    assert isinstance(errors, LocalColumn), "verdicts are in the response itself"
+    assert isinstance(causes, LocalColumn), "the controller plays the episodes"
+    return LocalColumn([cause or error for error, cause in zip(errors.texts, causes.texts, strict=True)])
+
+
+def miscounted(columns: Sequence[Column]) -> Column:
+    """Returns column reward_errors with a cause for each row whose token scores are not one per response token that the
+    policy sampled.
+
+    Args:
+        columns: Columns rewards, reward_errors and one with a value per such token.
     """
     rewards, errors, responses = columns
     assert isinstance(rewards, LocalColumn), "verdicts are in the response itself"

@@ -68,6 +68,13 @@ def count_tokens(batch: Batch, name: str) -> int:
     return int(lengths_of(batch[name]).sum()) if name in batch.columns else 0
 
 
+def sampled_lengths(batch: FutureBatch) -> np.ndarray:
+    """Waits for column response_ids, or rollout_log_probs where an environment has added tokens to responses, and
+    returns the number of tokens of each response that the policy sampled [rows] int64."""
+    name = "rollout_log_probs" if "response_mask" in batch else "response_ids"
+    return lengths_of(batch.result([name])[name])
+
+
 def texts_of(batch: FutureBatch, name: str) -> list[str]:
     """Waits for a column of texts that the controller holds, and returns one text per row. Raises the error of the call
     that makes the column."""

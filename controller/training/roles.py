@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from client.session import StepContext
 from controller.config.config import Config
@@ -20,6 +21,7 @@ from controller.role_groups.roles import (
     ValuesGroup,
 )
 from controller.role_groups.weights import sync_weights
+from controller.training.episodes import EpisodePlayer
 from controller.training.losses import policy_loss, value_loss
 from controller.training.parity import DriftCheck
 from controller.training.scoring import groups_of
@@ -34,13 +36,22 @@ class Rollout:
         group: Role group of the ranks.
         config: Configuration of the run.
         returns_text: Whether `generate_sequences` returns the texts of responses by default.
+        player: Plays episodes of several turns with the environment of the config. Default: responses have one turn.
 
     Attributes:
         group: See Args.
     """
 
-    def __init__(self, group: GeneratingGroup, config: Config, *, returns_text: bool) -> None:
+    def __init__(
+        self,
+        group: GeneratingGroup,
+        config: Config,
+        *,
+        returns_text: bool,
+        player: EpisodePlayer | None = None,
+    ) -> None:
         self.group = group
+        self._player = player
         self._config = config
         self._returns_text = returns_text
 
@@ -58,7 +69,10 @@ class Rollout:
         Returns:
             Columns prompt_ids, response_ids and rollout_log_probs, and with `return_text` also response, the text; with
             `run.ahead` also policy_version [rows] int64, the version that began to generate each row; with
-            `rollout.segments` above 1 also response_versions, the version that generated each token.
+            `rollout.segments` above 1 also response_versions, the version that generated each token. With an
+            environment, waits until all episodes have ended, and returns their whole responses, with column
+            response_mask, and those of `EpisodePlayer.play`; columns with a value per response token then have one per
+            sampled token.
         """
         rollout = self._config.rollout
         sampling = actor_pb2.Sampling(
@@ -70,12 +84,22 @@ class Rollout:
             stop=rollout.stop,
         )
         with_text = self._returns_text if return_text is None else return_text
+        if self._player:
+            made = self._player.play(prompts, partial(self._generate_turn, sampling, return_text=with_text))
+            return with_version(made) if self._config.run.ahead else made
         # A greedy response is a baseline or an evaluation, which is of one version.
         segments = 1 if greedy else rollout.segments
         if rollout.chunks > 1 and not greedy:
             prompts = prompts.in_chunks(chunk_sizes(groups_of(prompts), rollout.chunks))
         made = self.group.generate_sequences(prompts, sampling, return_text=with_text, segments=segments)
         return with_version(made) if self._config.run.ahead else made
+
+    def _generate_turn(
+        self, sampling: actor_pb2.Sampling, rows: FutureBatch, *, return_text: bool
+    ) -> FutureBatch:
+        sampling.max_new_tokens = self._config.rollout.environment.turn_tokens
+        most = self._config.rollout.max_response_tokens
+        return self.group.generate_turn(rows, sampling, max_response_tokens=most, return_text=return_text)
 
 
 class Actor(Rollout):
@@ -88,6 +112,7 @@ class Actor(Rollout):
         step_of: Function that returns the step that calls on a batch belong to.
         rollout: Role group of the rollout service that generates its responses. It gets the weights after every
             update. Default: the actor's own ranks generate them.
+        player: As for `Rollout`.
     """
 
     def __init__(
@@ -98,8 +123,9 @@ class Actor(Rollout):
         returns_text: bool,
         step_of: Callable[[FutureBatch], StepContext],
         rollout: RolloutGroup | None = None,
+        player: EpisodePlayer | None = None,
     ) -> None:
-        super().__init__(rollout or group, config, returns_text=returns_text)
+        super().__init__(rollout or group, config, returns_text=returns_text, player=player)
         self._group = group
         self._step_of = step_of
         self._receivers = [rollout] if rollout else []

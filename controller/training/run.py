@@ -28,7 +28,8 @@ from controller.role_groups.roles import (
 )
 from controller.tracking.metrics import Sample
 from controller.tracking.recorder import Recorder
-from controller.training.columns import ColumnReader
+from controller.training.columns import ColumnReader, sampled_lengths
+from controller.training.episodes import EpisodePlayer
 from controller.training.evaluation import Evaluation, Evaluator
 from controller.training.feed import Feed
 from controller.training.loop import StepLoop
@@ -40,7 +41,6 @@ from controller.training.step import Step
 from controller.training.step_metrics import StepMetrics
 from controller.training.verification import WeightVerifier
 from nccl_transfer.fetch import Fetcher
-from nccl_transfer.refs.batch import lengths_of
 from nccl_transfer.registry import create_readers
 from nccl_transfer.transports import host_id
 from rlhf.errors import ConfigError, InvalidRequest
@@ -99,6 +99,7 @@ class Run:
         self._columns = ColumnReader(fetcher, cluster.session, config.run.call_timeout_s)
         self._resources = resources or contextlib.ExitStack()
         self._resources.callback(self._columns.close)
+        self._player = EpisodePlayer.of(config, self._resources)
         self._loop = StepLoop(
             config.run,
             config.rollout,
@@ -126,14 +127,13 @@ class Run:
     def actor(self, name: str = "actor") -> Actor:
         """Returns an `Actor` that calls service `name`, and, to generate, the rollout service that the configuration
         has for it (`Config.generators`); raises ConfigError as `group`."""
-        generator, with_text = self.config.generators.get(name), _wants_text(self.groups)
-        group = self.group(name, ActorGroup)
+        generator, group = self.config.generators.get(name), self.group(name, ActorGroup)
         rollout = self.group(generator, RolloutGroup) if generator else None
-        return Actor(group, self.config, returns_text=with_text, step_of=self.step_of, rollout=rollout)
+        return Actor(group, self.config, step_of=self.step_of, rollout=rollout, **_options(self))
 
     def rollout(self, name: str = "rollout") -> Rollout:
         """Returns a `Rollout` that calls service `name`; raises ConfigError as `group`."""
-        return Rollout(self.group(name, RolloutGroup), self.config, returns_text=_wants_text(self.groups))
+        return Rollout(self.group(name, RolloutGroup), self.config, **_options(self))
 
     def reconnect(self, name: str) -> None:
         """Takes a rollout service that was restarted into the run again; see `Cluster.reconnect`. Make its `Rollout`,
@@ -245,9 +245,8 @@ class Run:
         return state
 
     def lengths(self, batch: FutureBatch) -> np.ndarray:
-        """Waits for column response_ids and returns the number of tokens of each response [rows] int64, without
-        fetching the tokens."""
-        return lengths_of(batch.result(["response_ids"])["response_ids"])
+        """Returns `sampled_lengths` of a batch: the number of tokens of each response, without fetching them."""
+        return sampled_lengths(batch)
 
     def fetch(self, batch: FutureBatch, *names: str) -> dict[str, Any]:
         """Waits for columns and returns copies of their values by name: an array, a jagged array or a list of texts
@@ -311,6 +310,7 @@ def _before_and_after(history: Sequence[Mapping[str, float]]) -> dict[str, float
     }
 
 
-def _wants_text(groups: Mapping[str, RoleGroup]) -> bool:
-    """Returns whether a reward among these groups scores text."""
-    return any(isinstance(each, RewardGroup) and each.wants_text for each in groups.values())
+def _options(run: Run) -> dict[str, Any]:
+    """Returns arguments of a `Rollout`: texts are returned where a reward of the run scores text."""
+    with_text = any(isinstance(each, RewardGroup) and each.wants_text for each in run.groups.values())
+    return {"returns_text": with_text, "player": run._player}

@@ -11,6 +11,7 @@ from controller.role_groups.joint_calls import SYNC
 from controller.role_groups.weights import PARTS
 from controller.tracking.transfer import transfer_metrics
 from controller.training.columns import count_tokens
+from controller.training.episodes import episode_metrics
 from controller.training.evaluation import mean_of_scored, row_scores
 from controller.training.parity import parity_metrics
 from controller.training.step import Step
@@ -74,6 +75,7 @@ class StepMetrics:
             metrics["reward/mean"] = mean_of_scored(row_scores(step.batch))
         if "response_ids" in batch.columns:
             metrics["response/length_mean"] = responses / max(batch.rows, 1)
+            metrics |= episode_metrics(batch)
             metrics["time/tokens_per_s"] = tokens / seconds
         memory = {f"mem/{name}_bytes": float(value) for name, value in self._cluster.memory().items()}
         gauges = {f"rank/{name}": value for name, value in self._cluster.gauges().items()}

@@ -95,8 +95,8 @@ class ActorWorker(ModelWorker):
         is given, field `parity`: the differences between the two columns, by `rollout_parity`."""
         sequences = sequence_columns(rows)
         computed = self.forward(sequences, policy_head(request.temperature), call)
-        log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)
-        entropy = per_token(computed, lambda output: output.entropy_BR, sequences[1].lengths)
+        log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences.lengths)
+        entropy = per_token(computed, lambda output: output.entropy_BR, sequences.lengths)
         total = float(entropy.values.double().sum())
         fields = {}
         if "rollout_log_probs" in rows and self.engine.sees_outputs:
@@ -117,7 +117,7 @@ class ActorWorker(ModelWorker):
         with self.ranks.together(call.peers_deadline):
             sequences = self._texts.pretraining_sequences(rows.texts("text"), call)
         computed = self.forward(sequences, PolicyHead(), call)
-        log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)
+        log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences.lengths)
         # One number per row, which is for the host: all are summed there after one copy.
         values = log_probs.values.double().cpu()
         totals = [float(-row.sum()) for row in values.split(log_probs.lengths.tolist())]

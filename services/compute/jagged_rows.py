@@ -41,6 +41,12 @@ def first_equal_rows(column: Jagged[Tensor], rows: np.ndarray) -> np.ndarray:
     return np.array([firsts.setdefault(key, index) for index, key in enumerate(keys)], dtype=np.int64)
 
 
+def counts(mask: Jagged[Tensor]) -> np.ndarray:
+    """Returns the number of true values in each row of a column of bool in host memory, [rows] int64."""
+    row_of_value = np.repeat(np.arange(mask.rows), mask.lengths)
+    return np.bincount(row_of_value[mask.values.numpy()], minlength=mask.rows)
+
+
 def positions(lengths: np.ndarray, rows: np.ndarray) -> Tensor:
     """Returns the indices of the values of `rows` within the values of a jagged column, row after row, int64."""
     counts = lengths[rows]

@@ -7,6 +7,10 @@ sequences concatenated, a prompt that several share only once.
 Response tokens lie in a grid `[B, R]`, left-aligned. Cell j belongs to response token j, and its output is read at
 the position that predicts the token, the one before it. So a log-probability is that of the token itself, and a value
 is that of the state in which the token was chosen.
+
+Where a response has tokens that the policy did not sample, which an environment has added, a mask says so. Such tokens
+are input of the model and nothing else: the grid and the columns contain the sampled tokens alone, cell j the j-th of
+them. So they have no log-probability, no value and no loss, and no gradient comes from them.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from nccl_transfer.refs.columns import Jagged
 from services.compute.copies import copy_together
 from services.compute.jagged_rows import first_equal_rows, positions, take
 from services.compute.packing import Packing, Places
+from services.compute.sampled_tokens import SampledTokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +36,7 @@ class MicroBatch:
 
     Args:
         rows: index of each sequence's row among this rank's rows, [B] int64.
-        response_lengths: response tokens of each sequence, [B] int64.
+        response_lengths: response tokens of each sequence, [B] int64; like all below, of the sampled ones.
         column_lengths: response tokens of every row of this rank, [rows] int64.
         input_ids_BT: token ids of prompts and responses, padded on the right. If packed, [1, T], without the last
             token of each response.
@@ -159,13 +164,20 @@ def dummy_micro_batch() -> MicroBatch:
     )
 
 
-def pad(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray, pad_id: int) -> MicroBatch:
+def pad(
+    prompts: Jagged[Tensor],
+    responses: Jagged[Tensor],
+    rows: np.ndarray,
+    pad_id: int,
+    mask: Jagged[Tensor] | None = None,
+) -> MicroBatch:
     """Builds a padded micro-batch, on the device of the prompts.
 
     Args:
         prompts, responses: token ids of all rows of this rank.
         rows: indices of the rows to take, [B] int64.
         pad_id: token id of the padding.
+        mask: whether the policy sampled each response token, bool, in host memory. Default: all.
 
     Raises:
         ValueError: a prompt is empty, so nothing predicts the first token of its response.
@@ -175,7 +187,7 @@ def pad(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray, pa
     prompt_lengths_B1 = torch.from_numpy(prompts.lengths[rows]).to(device)[:, None]
     response_lengths_B1 = torch.from_numpy(responses.lengths[rows]).to(device)[:, None]
     num_positions = int((prompts.lengths[rows] + responses.lengths[rows]).max())
-    num_responses = max(1, int(responses.lengths[rows].max()))
+    sampled = SampledTokens.of(responses, rows, mask)
 
     position_T = torch.arange(num_positions, device=device)
     is_prompt_BT = position_T < prompt_lengths_B1
@@ -185,29 +197,35 @@ def pad(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray, pa
     response_ids_N = take(responses, rows).to(device)
     input_ids_BT[is_response_BT] = response_ids_N
 
-    token_R = torch.arange(num_responses, device=device)
-    predicting_BR = (prompt_lengths_B1 - 1 + token_R).clamp(max=num_positions - 1)
+    token_BR = torch.from_numpy(sampled.tokens_BR).to(device)
+    predicting_BR = (prompt_lengths_B1 - 1 + token_BR).clamp(max=num_positions - 1)
     return MicroBatch(
         rows=rows,
-        response_lengths=responses.lengths[rows],
-        column_lengths=responses.lengths,
+        response_lengths=sampled.lengths_B,
+        column_lengths=sampled.column_lengths,
         input_ids_BT=input_ids_BT,
-        response_ids_N=response_ids_N,
+        response_ids_N=sampled.among(response_ids_N),
         predicting_BR=predicting_BR + num_positions * torch.arange(len(rows), device=device)[:, None],
-        response_mask_BR=token_R < response_lengths_B1,
-        cells_N=_cells(responses.lengths[rows], num_responses).to(device),
-        tokens_N=positions(responses.lengths, rows).to(device),
+        response_mask_BR=torch.from_numpy(sampled.mask_BR).to(device),
+        cells_N=sampled.cells_N.to(device),
+        tokens_N=positions(sampled.column_lengths, rows).to(device),
         num_scored=num_positions - int(prompts.lengths[rows].min()) + 1,
     )
 
 
-def pack(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray) -> MicroBatch:
+def pack(
+    prompts: Jagged[Tensor],
+    responses: Jagged[Tensor],
+    rows: np.ndarray,
+    mask: Jagged[Tensor] | None = None,
+) -> MicroBatch:
     """Builds a packed micro-batch, on the device of the prompts. It contains each distinct prompt once, and all
     tokens of each response but the last, which predicts nothing.
 
     Args:
         prompts, responses: token ids of all rows of this rank.
         rows: indices of the rows to take, [B] int64.
+        mask: whether the policy sampled each response token, bool, in host memory. Default: all.
 
     Raises:
         ValueError: a prompt is empty.
@@ -230,22 +248,24 @@ def pack(prompts: Jagged[Tensor], responses: Jagged[Tensor], rows: np.ndarray) -
     input_ids_T[is_prompt_T] = take(prompts, rows[is_owner])
     input_ids_T[~is_prompt_T] = response_ids_N[torch.from_numpy(is_read_N).to(device)]
 
-    token_R = np.arange(max(1, int(response_lengths.max())))
-    predicting_BR = places.cells(np.arange(len(rows))[:, None], prompt_lengths[:, None] - 1 + token_R)
-    mask_BR = token_R < response_lengths[:, None]
+    sampled = SampledTokens.of(responses, rows, mask)
+    mask_BR = sampled.mask_BR
+    predicting_BR = places.cells(
+        np.arange(len(rows))[:, None], prompt_lengths[:, None] - 1 + sampled.tokens_BR
+    )
     # At least one position, even if unread: some kernels fail on empty matrices.
     read_N = np.unique(predicting_BR[mask_BR]) if mask_BR.any() else np.zeros(1, dtype=np.int64)
     output_BR = np.searchsorted(read_N, predicting_BR).clip(max=len(read_N) - 1)
     return MicroBatch(
         rows=rows,
-        response_lengths=response_lengths,
-        column_lengths=responses.lengths,
+        response_lengths=sampled.lengths_B,
+        column_lengths=sampled.column_lengths,
         input_ids_BT=input_ids_T[None],
-        response_ids_N=response_ids_N,
+        response_ids_N=sampled.among(response_ids_N),
         predicting_BR=torch.from_numpy(output_BR).to(device),
         response_mask_BR=torch.from_numpy(mask_BR).to(device),
-        cells_N=_cells(response_lengths, mask_BR.shape[1]).to(device),
-        tokens_N=positions(responses.lengths, rows).to(device),
+        cells_N=sampled.cells_N.to(device),
+        tokens_N=positions(sampled.column_lengths, rows).to(device),
         num_scored=len(read_N),
         packing=packing,
         read_N=torch.from_numpy(read_N).to(device),
@@ -256,9 +276,3 @@ def _check_prompts(prompts: Jagged[Tensor], rows: np.ndarray) -> None:
     """Raises ValueError if one of the given rows has an empty prompt."""
     if not prompts.lengths[rows].all():
         raise ValueError(f"row {rows[prompts.lengths[rows].argmin()]} has an empty prompt")
-
-
-def _cells(lengths: np.ndarray, num_columns: int) -> Tensor:
-    """Returns the flat indices in a grid [B, num_columns] of the first `lengths` cells of each row, row after row,
-    int64."""
-    return torch.from_numpy(np.flatnonzero(np.arange(num_columns) < lengths[:, None]))

@@ -79,6 +79,7 @@ def split(
     pad_id: int,
     rows: np.ndarray | None = None,
     packed: bool = False,
+    mask: Jagged[Tensor] | None = None,
 ) -> list[MicroBatch]:
     """Splits sequences into micro-batches, on the device of the prompts, as `cut` assigns rows; an empty list if there
     are no rows.
@@ -89,13 +90,14 @@ def split(
         pad_id: token id of the padding; not used if packed.
         rows: indices of the rows to take, [n] int64. Default: all.
         packed: whether micro-batches are packed instead of padded.
+        mask: whether the policy sampled each response token; see `pad`. Default: all.
 
     Raises:
         ValueError: a row is longer than the budget, or its prompt is empty.
     """
     lengths = prompts.lengths + responses.lengths
     if not packed:
-        return [pad(prompts, responses, part, pad_id) for part in cut(lengths, token_budget, rows)]
+        return [pad(prompts, responses, part, pad_id, mask) for part in cut(lengths, token_budget, rows)]
     alike = first_equal_rows(prompts, np.arange(prompts.rows) if rows is None else rows)
     parts = cut(lengths, token_budget, rows, padded=False, alike=alike)
-    return [pack(prompts, responses, part) for part in parts]
+    return [pack(prompts, responses, part, mask) for part in parts]

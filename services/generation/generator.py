@@ -13,6 +13,8 @@ import torch
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
+from services.generation.episodes import COLUMNS as EPISODE_COLUMNS
+from services.generation.episodes import Episodes
 from services.generation.partial import COLUMNS, PartialResponses
 from services.generation.requests import end_of_sequence_ids, sampling_options
 from services.generation.texts import TextCodec
@@ -66,7 +68,7 @@ class SequenceGenerator:
         call: CallContext,
         refresh: Callable[[], None],
     ) -> CallResult:
-        """Tokenizes column "prompt" and generates one response per row, or one segment of it. Collective.
+        """Tokenizes column "prompt" and generates one response per row, or one segment or turn of it. Collective.
 
         Args:
             rows, request, call: As those of the worker's method.
@@ -79,9 +81,12 @@ class SequenceGenerator:
             stop = self.texts.stop_strings(tuple(request.sampling.stop))
             options = sampling_options(request.sampling, self._eos_ids, stop)
             prompts = self._tokenized(rows.texts("prompt"), call)
-            segment = self._segment(rows, request, options)
+            episodes = self._episodes(rows, request, options, call) if request.episode else None
+            segment = None if episodes else self._segment(rows, request, options)
         refresh()
         seeds = row_seeds(call.call.seed, call.call.step, f"generate/{call.call.ordinal}", rows.numbers)
+        if episodes:
+            return self._take_turn(prompts, episodes, options, seeds, request, call)
         if segment:
             return self._go_on(prompts, segment, seeds, request, call)
         with self._ranks.together(call.peers_deadline):
@@ -103,6 +108,8 @@ class SequenceGenerator:
     ) -> Segment | None:
         """Returns what a call has to add to responses; None for one that generates whole responses. Raises
         InvalidRequest where that is not possible."""
+        if given := [name for name in ("partial_mask", "observation") if name in rows]:
+            raise InvalidRequest(f"columns {given} need episode")
         if not (request.segment_tokens or any(name in rows for name in COLUMNS)):
             return None
         if options.stop:
@@ -142,6 +149,61 @@ class SequenceGenerator:
             return CallResult(columns)
         left = partial.unfinished(frozenset(self._eos_ids), request.sampling.max_new_tokens + 1)
         return CallResult(columns, {"finished": (len(prompts) - len(left), len(prompts))})
+
+    def _episodes(
+        self,
+        rows: CallRows,
+        request: actor_pb2.GenerateSequencesRequest,
+        options: SamplingOptions,
+        call: CallContext,
+    ) -> Episodes:
+        """Returns the responses so far of the episodes of a call. Raises InvalidRequest where columns or limits are
+        wrong."""
+        most, new = request.max_response_tokens, options.max_new_tokens
+        if request.segment_tokens:
+            raise InvalidRequest("segment_tokens does not go with episode")
+        if most < new:
+            raise InvalidRequest(
+                f"max_response_tokens: must be at least sampling.max_new_tokens, {new} (given: {most})"
+            )
+        if not any(name in rows for name in EPISODE_COLUMNS):
+            return Episodes.first(rows.count)
+        observations = self._tokenized(rows.texts("observation"), call, add_special_tokens=False)
+        eos_ids = frozenset(self._eos_ids)
+        return Episodes.of(rows, observations, eos_ids, max_new_tokens=new, max_response_tokens=most)
+
+    def _take_turn(
+        self,
+        prompts: list[list[int]],
+        episodes: Episodes,
+        options: SamplingOptions,
+        seeds: np.ndarray,
+        request: actor_pb2.GenerateSequencesRequest,
+        call: CallContext,
+    ) -> CallResult:
+        """Generates one turn of episodes. Collective."""
+        turns, finished = [""] * len(prompts), 0
+        with self._ranks.together(call.peers_deadline):
+            if episodes.going:
+                going = episodes.going
+                generation = self._generate(episodes.prompts(prompts), options, seeds[going], call)
+                episodes = episodes.extended(generation)
+                finished = sum(reason == "stop" for reason in generation.finish_reasons)
+                texts = self.texts.response_texts(generation.responses, options.stop)
+                for row, text in zip(going, texts, strict=True):
+                    turns[row] = text
+        if not prompts:
+            return CallResult()
+        columns: dict[str, Any] = {
+            "prompt_ids": jagged_ids(prompts, ID_DTYPE),
+            "response_ids": jagged_ids(episodes.ids, ID_DTYPE),
+            "response_mask": episodes.mask_column(),
+            "rollout_log_probs": episodes.log_probs,
+            "turn": turns,
+        }
+        if request.return_text:
+            columns["response"] = self.texts.episode_texts(episodes.ids, episodes.begun, options.stop)
+        return CallResult(columns, {"finished": (finished, max(len(episodes.going), 1))})
 
     def _generate(
         self, prompts: list[list[int]], options: SamplingOptions, seeds: np.ndarray, call: CallContext

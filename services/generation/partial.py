@@ -83,13 +83,13 @@ class PartialResponses:
         new = generation.responses
         versions = Jagged(torch.full((len(new.values),), version, dtype=torch.int64), new.lengths)
         return PartialResponses(
-            _extended(self.ids, numbers, new),
-            _extended(self.log_probs, numbers, generation.log_probs),
-            _extended(self.versions, numbers, versions),
+            extended(self.ids, numbers, new),
+            extended(self.log_probs, numbers, generation.log_probs),
+            extended(self.versions, numbers, versions),
         )
 
 
-def _extended(column: Jagged[Tensor], numbers: Sequence[int], new: Jagged[Tensor]) -> Jagged[Tensor]:
+def extended(column: Jagged[Tensor], numbers: Sequence[int], new: Jagged[Tensor]) -> Jagged[Tensor]:
     """Returns a column with the rows of `new` appended to its rows `numbers`, on the device of `new`."""
     rows = [row.to(new.values.device) for row in _rows(column)]
     lengths = column.lengths.copy()

@@ -45,6 +45,17 @@ class TextCodec:
         texts = self._decode(rows)
         return [stop.cut(text) for text in texts] if stop else texts
 
+    def episode_texts(
+        self, responses: list[list[int]], begun: list[int], stop: StopStrings | None
+    ) -> list[str]:
+        """Returns the texts of whole responses without special tokens. The last turn of each begins after its first
+        `begun` tokens, and ends before its first stop string."""
+        texts = self._decode(responses)
+        if not stop:
+            return texts
+        before = self._decode([row[:count] for row, count in zip(responses, begun, strict=True)])
+        return [stop.cut(text, len(first)) for text, first in zip(texts, before, strict=True)]
+
     def pretraining_sequences(self, texts: list[str], call: CallContext) -> Sequences:
         """Returns texts as sequences that end with an end-of-sequence token, which is added where it is missing, unless
         the tokenizer has none. The first token of a text is the prompt of its sequence, and all later ones are the
@@ -54,7 +65,7 @@ class TextCodec:
             InvalidRequest: A text has no tokens, and the tokenizer no end-of-sequence token.
         """
         ids = [self._ended(row) for row in self._tokenize(texts, call)]
-        return jagged_ids([row[:1] for row in ids]), jagged_ids([row[1:] for row in ids])
+        return Sequences(jagged_ids([row[:1] for row in ids]), jagged_ids([row[1:] for row in ids]))
 
     def _ended(self, ids: list[int]) -> list[int]:
         """Returns token ids with an end-of-sequence token at the end, which is added unless there is one or the

@@ -32,7 +32,17 @@ def exact_match(prompt: str, response: str, ground_truth: str, metadata: Mapping
     return float(response.strip() == ground_truth.strip())
 
 
+def environment(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Returns the reward that the environment of an episode has given. Raises ValueError where it has given none."""
+    if "environment_reward" not in metadata:
+        raise ValueError(
+            "rollout.environment has given no reward: its method reward is missing or returned None"
+        )
+    return float(metadata["environment_reward"])
+
+
 BUILT_IN: dict[str, RewardFunction] = {
+    "environment": environment,
     "exact_match": exact_match,
     "format": verifiers.form,
     "gsm8k": verifiers.gsm8k,
@@ -40,7 +50,8 @@ BUILT_IN: dict[str, RewardFunction] = {
     "math": mathematics.math,
 }
 for _function in BUILT_IN.values():
-    _function.score_range = (0.0, 1.0)  # type: ignore[attr-defined]
+    if _function is not environment:
+        _function.score_range = (0.0, 1.0)  # type: ignore[attr-defined]
 
 
 def find_function(name: str, options: Mapping[str, Any] | None = None) -> Any:

@@ -7,7 +7,7 @@ host memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +19,26 @@ from nccl_transfer.store.device_arrays import DeviceArray
 from nccl_transfer.store.tensors import to_numpy_carrier, to_torch
 from rlhf.errors import InvalidRequest
 from services.compute.copies import copy_together
+from services.compute.jagged_rows import counts
 from services.runtime.worker import CallRows
 
-Sequences = tuple[Jagged[Tensor], Jagged[Tensor]]
-"""(prompts, responses): token ids, int64, as two jagged columns with one prompt and one response per row."""
+
+class Sequences(NamedTuple):
+    """Prompts and responses of rows, in host memory.
+
+    Attributes:
+        prompts, responses: Token ids, int64, one prompt and one response per row.
+        mask: Whether the policy sampled each response token, bool. None: it sampled all of them.
+    """
+
+    prompts: Jagged[Tensor]
+    responses: Jagged[Tensor]
+    mask: Jagged[Tensor] | None = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of values per row of a column with one value per response token, [rows] int64: of sampled tokens."""
+        return self.responses.lengths if self.mask is None else counts(self.mask)
 
 
 def jagged_column(rows: CallRows, name: str) -> Jagged[Tensor]:
@@ -43,8 +59,8 @@ def jagged_column(rows: CallRows, name: str) -> Jagged[Tensor]:
 
 
 def token_column(rows: CallRows, name: str) -> Jagged[Tensor]:
-    """Returns a column with one number per response token. A column with one number per row is expanded: each number
-    is repeated for every token of the row's response ("response_ids").
+    """Returns a column with one number per sampled response token. A column with one number per row is expanded: each
+    number is repeated for every such token of the row's response ("response_ids", "response_mask").
 
     Raises:
         InvalidRequest: The column or "response_ids" is missing, or its rows are neither jagged nor single numbers.
@@ -56,23 +72,38 @@ def token_column(rows: CallRows, name: str) -> Jagged[Tensor]:
         raise InvalidRequest(
             f"column {name!r} has rows of shape {tuple(values.shape[1:])}; one number is allowed"
         )
-    each, lengths = _tensor(values, rows.fetched.dtypes[name]), responses.lengths
+    mask = response_mask(rows)
+    lengths = responses.lengths if mask is None else counts(mask)
+    each = _tensor(values, rows.fetched.dtypes[name])
     repeats = torch.from_numpy(lengths.copy()).to(each.device)
     return Jagged(each.repeat_interleave(repeats, output_size=int(lengths.sum())), lengths)
 
 
 def sequence_columns(rows: CallRows) -> Sequences:
-    """Returns the columns "prompt_ids" and "response_ids", converted to int64, in host memory, where micro-batches are
-    cut.
+    """Returns the columns "prompt_ids" and "response_ids", converted to int64, and "response_mask" if it is given, in
+    host memory, where micro-batches are cut.
 
     Raises:
-        InvalidRequest: A column is missing or not jagged, or its elements are no single numbers.
+        InvalidRequest: A column is missing or not jagged, its elements are no single numbers, or the mask does not have
+            one for each response token.
     """
     prompts, responses = jagged_column(rows, "prompt_ids"), jagged_column(rows, "response_ids")
-    return (
+    return Sequences(
         Jagged(prompts.values.to("cpu", torch.int64), prompts.lengths),
         Jagged(responses.values.to("cpu", torch.int64), responses.lengths),
+        response_mask(rows),
     )
+
+
+def response_mask(rows: CallRows) -> Jagged[Tensor] | None:
+    """Returns column "response_mask" as bool, in host memory; None if the rows do not have it. Raises InvalidRequest as
+    `sequence_columns`."""
+    if "response_mask" not in rows:
+        return None
+    mask, responses = jagged_column(rows, "response_mask"), jagged_column(rows, "response_ids")
+    if not np.array_equal(mask.lengths, responses.lengths):
+        raise InvalidRequest("column 'response_mask' does not have one value per token of 'response_ids'")
+    return Jagged(mask.values.cpu() != 0, mask.lengths)
 
 
 def on_device(columns: Sequence[Jagged[Tensor]], device: torch.device) -> list[Jagged[Tensor]]:

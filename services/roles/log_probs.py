@@ -39,5 +39,5 @@ def ref_log_probs(
     head = policy_head(request.temperature)
     sequences = sequence_columns(rows)
     computed = worker.forward(sequences, head, call)
-    log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences[1].lengths)
+    log_probs = per_token(computed, lambda output: output.log_probs_BR, sequences.lengths)
     return CallResult({"ref_log_probs": log_probs})

@@ -54,9 +54,9 @@ class MicroBatcher:
             InvalidRequest: The model does not have one of the token ids.
             ValueError: A row is longer than the budget, or its prompt is empty.
         """
-        for ids in sequences:
+        prompts, responses, mask = sequences
+        for ids in (prompts, responses):
             check_token_ids(ids.values, self.vocab_size)
-        prompts, responses = sequences
         lengths = prompts.lengths + responses.lengths
         lengths = lengths if rows is None else lengths[rows]
         if not len(lengths):
@@ -68,6 +68,7 @@ class MicroBatcher:
             pad_id=self.pad_id,
             rows=rows,
             packed=self.packs and self.engine.packs,
+            mask=mask,
         )
 
 

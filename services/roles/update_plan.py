@@ -67,7 +67,7 @@ def plan_mini_batches(
     """
     check_schedule(schedule.epochs, schedule.mini_batches)
     sequences, term = _checked_sequences(rows, loss.columns), loss.term
-    lengths = sequences[1].lengths
+    lengths = sequences.lengths
     parts: list[MiniBatch] = []
     for epoch in range(schedule.epochs):
         for mine in deal(rows.numbers, schedule.mini_batches, _key(call, epoch)):
@@ -93,7 +93,7 @@ def plan_first(
     if not 0 < num_rows <= MAX_ROWS or (rows.numbers >= num_rows).any():
         raise InvalidRequest(f"rows: {num_rows} are fewer than the numbers of rows say, or above {MAX_ROWS}")
     mine, sequences = first_rows(rows.numbers, schedule, call), _checked_sequences(rows, loss.columns)
-    tokens = int(sequences[1].lengths[mine].sum())
+    tokens = int(sequences.lengths[mine].sum())
     planned = MiniBatch(micro_batcher.split(sequences, mine), tokens, len(mine), 0, mine)
     return planned, len(first_rows(np.arange(num_rows), schedule, call))
 
@@ -115,7 +115,7 @@ def _checked_sequences(rows: CallRows, columns: Sequence[Jagged[Tensor]]) -> Seq
     token."""
     sequences = sequence_columns(rows)
     for column in columns:
-        if not np.array_equal(column.lengths, sequences[1].lengths):
+        if not np.array_equal(column.lengths, sequences.lengths):
             raise InvalidRequest("a column does not have one value per response token")
     return sequences
 
@@ -125,7 +125,7 @@ def _term_batches(
 ) -> tuple[list[LossTermBatch], int]:
     """Returns the micro-batches of a loss term's sequences at the given rows, and the number of their response
     tokens."""
-    lengths = term.sequences[1].lengths
+    lengths = term.sequences.lengths
     filled = rows[lengths[rows] > 0]
     micro_batches = micro_batcher.split(term.sequences, filled)
     return [LossTermBatch(**vars(each)) for each in micro_batches], int(lengths[filled].sum())

@@ -14,4 +14,4 @@ def response_values(worker: ModelWorker, rows: CallRows, call: CallContext) -> C
     Collective."""
     sequences = sequence_columns(rows)
     computed = worker.forward(sequences, value_head, call)
-    return CallResult({"values": per_token(computed, lambda values_BR: values_BR, sequences[1].lengths)})
+    return CallResult({"values": per_token(computed, lambda values_BR: values_BR, sequences.lengths)})

@@ -28,9 +28,10 @@ class StopStrings:
         if not self.texts or not all(self.texts):
             raise ValueError(f"stop strings must not be empty, got {list(self.texts)}")
 
-    def cut(self, text: str) -> str:
-        """Returns the part of a text before the first stop string; the whole text if it contains none."""
-        found = [position for stop in self.texts if (position := text.find(stop)) >= 0]
+    def cut(self, text: str, begin: int = 0) -> str:
+        """Returns the part of a text before the first stop string that begins at `begin` or later; the whole text if it
+        contains none."""
+        found = [position for stop in self.texts if (position := text.find(stop, begin)) >= 0]
         return text[: min(found)] if found else text
 
     def watch(self, num_rows: int) -> StopMatcher:

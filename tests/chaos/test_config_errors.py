@@ -101,7 +101,7 @@ CASES = {
     "ZeroDivisionError: division by zero",
     "rlhf-controller --algo os:name --config chaos.toml": "algorithm 'os:name' is not a function",
     f"{PPO} --set services.reward.function=exact_mach": "config chaos.toml: services.reward: function: 'exact_mach' is "
-    "unknown; did you mean 'exact_match'?; known: exact_match, format, ",
+    "unknown; did you mean 'exact_match'?; known: environment, exact_match, format, ",
     f"{PPO} --set services.reward.kind=model": "config chaos.toml: services.reward: kind model needs model, ",
     f"{PPO} --set services.reward.kind=judge": "config chaos.toml: services.reward: kind judge needs judge.url and "
     "judge.model",

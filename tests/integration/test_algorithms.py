@@ -28,7 +28,6 @@ SERVICES = {
 }
 """Name in the run: name of the service that is up."""
 EXAMPLE = "examples.plugins.rlhf_example.algorithms:optimist"
-TURNS = "examples.plugins.rlhf_example.turns:turns"
 CRITICLESS = {"time/generate_sequences_s", "time/compute_reward_s", "time/update_actor_s", "score/mean"}
 EXPECTED = {
     "cispo": {"actor/clip_high", "group/same_score"},
@@ -43,7 +42,6 @@ EXPECTED = {
     "safe_rlhf": {"cost/mean", "cost/recent_mean", "lambda", "critic/loss", "cost_critic/loss", "kl/mean",
                   "time/compute_reward_s", "time/cost_compute_reward_s", "time/cost_critic_update_critic_s"},
     EXAMPLE: set(),
-    TURNS: {"episode/turns", "group/same_score"},
 }  # fmt: skip
 
 
@@ -80,7 +78,7 @@ def test_an_algorithm_learns_and_tells_of_it(cluster: Cluster, tmp_path: Path, n
 
 
 def test_every_algorithm_of_the_package_is_tried() -> None:
-    assert set(algorithms.names()) == EXPECTED.keys() - {EXAMPLE, TURNS} | {"dpo", "sft", "reward_model"}
+    assert set(algorithms.names()) == EXPECTED.keys() - {EXAMPLE} | {"dpo", "sft", "reward_model"}
 
 
 def test_the_config_that_a_run_leaves_has_its_services_and_options_only(

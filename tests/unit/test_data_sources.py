@@ -123,7 +123,9 @@ def test_fields_may_have_other_names(tmp_path: Path) -> None:
 
 def test_one_source_has_the_keys_of_several(tmp_path: Path) -> None:
     path = tmp_path / "saved"
-    splits: Any = {name: datasets.Dataset.from_list([{"question": name, "answer": "a"}]) for name in ("a", "b")}
+    splits: Any = {
+        name: datasets.Dataset.from_list([{"question": name, "answer": "a"}]) for name in ("a", "b")
+    }
     datasets.DatasetDict(splits).save_to_disk(path)
     columns = {"prompt": "question", "ground_truth": "answer"}
     table = config(train=path, split="a", heldout_split="b", columns=columns)

@@ -16,7 +16,8 @@ from controller.data.draws import Limit, draw, overlong_share, prompt_limit, row
 from controller.data.loader import Loader
 from controller.data.prompt_source import Prompt
 from controller.data.prompts import PromptData, TextData
-from controller.data.readers import MAX_DEPTH, open_rows
+from controller.data.readers import open_rows
+from controller.data.text_files import MAX_DEPTH
 from controller.role_groups.verdicts import text_rows
 from nccl_transfer.refs.batch import Batch
 from rlhf.errors import ConfigError, InvalidRequest

@@ -27,6 +27,8 @@ READS = ("cpu", "item", "numpy", "tolist")
 
 ALLOWED = {
     "compute/jagged_rows.py first_equal_rows": "token ids, which are in host memory: equal prompts are found there",
+    "compute/jagged_rows.py counts": "the mask of sampled tokens, which is in host memory",
+    "compute/sampled_tokens.py of": "the mask of sampled tokens, which is in host memory",
     "engines/base.py dealt_to_ranks": "whole weights for other services, which read them from host memory",
     "engines/collectives.py bytes_of_ranks": "bytes that ranks exchange over gloo",
     "engines/data_parallel.py _write": "weights of an export, for transformers to convert",
@@ -35,10 +37,13 @@ ALLOWED = {
     "rollout/hf.py _decode": "lengths, once per batch; new token ids at each step, only with stop strings",
     "rollout/hf.py _in_order": "token ids, once per generation: rewards and the cutting of micro-batches read them",
     "roles/columns.py sequence_columns": "token ids, which are in host memory: micro-batches are cut there",
+    "roles/columns.py response_mask": "the mask of sampled tokens, which is in host memory, as token ids are",
     "roles/weight_check.py _unequal": "a table of checksums, in host memory",
     "roles/weight_check.py _checksum": "weights whose checksum the CPU computes, where VerifyWeights asks for it",
     "actor/parity.py rollout_parity": "three numbers of the response",
     "actor/parity.py drifting_rows": "one bit per token, for the numbers of the rows to keep",
+    "generation/episodes.py of": "the mask of sampled tokens, which is in host memory, as token ids are",
+    "generation/episodes.py _lists": "token ids and their mask, which are in host memory, for the engine's prompts",
     "generation/partial.py of": "token ids, which are in host memory, and versions, read there for the next part",
     "generation/partial.py prompts": "token ids, which are in host memory, for the engine's prompts",
     "generation/partial.py _rows": "lengths, which are in host memory",

@@ -101,12 +101,28 @@ def test_options_reach_the_chat_template_as_in_transformers(tmp_path: Path, mode
 @pytest.mark.parametrize(
     ("row", "data", "message"),
     [
-        ({"prompt": "a"}, {"system": "x"}, r"rows\.jsonl:1: prompt is a text, which has no place for a system"),
+        (
+            {"prompt": "a"},
+            {"system": "x"},
+            r"rows\.jsonl:1: prompt is a text, which has no place for a system",
+        ),
         ({"prompt": [SYSTEM]}, {"template": "{prompt}"}, r"rows\.jsonl:1: prompt has no message of the user"),
-        ({"prompt": [user(["a"])]}, {"template": "{prompt}"}, "content of the last message of the user is not a"),
+        (
+            {"prompt": [user(["a"])]},
+            {"template": "{prompt}"},
+            "content of the last message of the user is not a",
+        ),
         ({"prompt": "a"}, {"chat_options": {"x": 1}}, r"data\.chat_options: no prompt of the data is a conv"),
-        ({"prompt": "a"}, {"chat": True}, r"rows\.jsonl:1: prompt: there is no chat template.*data\.chat is true"),
-        ({"prompt": [user("a")]}, {}, r"no chat template.*; the prompt is a list of messages, which needs one"),
+        (
+            {"prompt": "a"},
+            {"chat": True},
+            r"rows\.jsonl:1: prompt: there is no chat template.*data\.chat is true",
+        ),
+        (
+            {"prompt": [user("a")]},
+            {},
+            r"no chat template.*; the prompt is a list of messages, which needs one",
+        ),
     ],
     ids=str,
 )
@@ -168,11 +184,31 @@ def test_the_last_turn_is_the_response(
     ("row", "columns", "message"),
     [
         ({"messages": TALK}, ("response",), "response ends with a message of 'user'"),
-        ({"messages": [assistant("d")]}, ("response",), "nor with conversations in response that begin with it"),
-        ({"response": [user("a"), assistant(None)]}, ("response",), "content of the last message is not a text"),
-        ({"response": ["a"]}, ("response",), "response is a list, but not one of messages with role and content: 'a'"),
-        ({"response": "d"}, ("response",), "not a JSON object with a prompt, nor with conversations in response"),
-        ({"chosen": "a", "rejected": "b"}, PAIR, "with a prompt, nor with conversations in chosen and rejected"),
+        (
+            {"messages": [assistant("d")]},
+            ("response",),
+            "nor with conversations in response that begin with it",
+        ),
+        (
+            {"response": [user("a"), assistant(None)]},
+            ("response",),
+            "content of the last message is not a text",
+        ),
+        (
+            {"response": ["a"]},
+            ("response",),
+            "response is a list, but not one of messages with role and content: 'a'",
+        ),
+        (
+            {"response": "d"},
+            ("response",),
+            "not a JSON object with a prompt, nor with conversations in response",
+        ),
+        (
+            {"chosen": "a", "rejected": "b"},
+            PAIR,
+            "with a prompt, nor with conversations in chosen and rejected",
+        ),
         ({"prompt": "a"}, PAIR, "not a JSON object with a chosen"),
         ({"prompt": "a", "chosen": [], "rejected": "b"}, PAIR, "chosen is not a text, or empty"),
         (
@@ -203,11 +239,16 @@ def test_turns_that_would_be_lost_are_refused(
 def test_the_prompt_of_a_row_can_be_left_aside(tmp_path: Path, model: Path) -> None:
     """Pairs as in UltraFeedback, from parquet, which fills the keys that a message lacks with null."""
     turns = [SYSTEM | {"name": "x"}, user("a")]
-    row = {"prompt": "a", "chosen": [*turns, assistant("c")], "rejected": [*turns, assistant("r")], "score": 1}
+    row = {
+        "prompt": "a",
+        "chosen": [*turns, assistant("c")],
+        "rejected": [*turns, assistant("r")],
+        "score": 1,
+    }
     path = tmp_path / "pairs.parquet"
     datasets.Dataset.from_list([row]).to_parquet(path)
     services = {"actor": {"role": "actor", "address": "127.0.0.1:7101", "model": model}}
-    table = {"train": path, "heldout": path}
+    table: dict[str, object] = {"train": path, "heldout": path}
     with pytest.raises(ConfigError, match=r"pairs\.parquet, row 1: chosen has 2 messages before its last"):
         load_data(Config.model_validate({"data": table, "services": services}), PAIR)
     table["columns"] = {"prompt": ""}

@@ -51,7 +51,7 @@ def test_the_config_knows_the_functions() -> None:
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("gsm9k", "neither module:function nor one of: exact_match, format"),
+        ("gsm9k", "neither module:function nor one of: environment, exact_match, format"),
         ("no_module:f", "'no_module:f' cannot be imported: ModuleNotFoundError"),
         ("os:name", "'os:name' is not callable"),
     ],

@@ -1,0 +1,224 @@
+"""Environments: objects of the user that answer the turns of episodes, called concurrently and with a timeout."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from controller.config.rollout import EnvironmentTable
+from controller.data.chat import Messages
+from controller.role_groups.futures import Promise, on_thread, pass_on, results
+from controller.role_groups.loop import Loop
+from rlhf.errors import ConfigError, DeadlineExceeded
+from rlhf.plugins import PluginError, load_object
+
+LATE_S = 30.0
+"""Longest time, in seconds, that the calls of a turn may take together past their timeouts. Only an `async` method that
+blocks its event loop takes longer."""
+
+Answer = str | Messages | None
+"""What an environment returns for a turn: a text, or messages, which follow it; None ends the episode."""
+T = TypeVar("T")
+
+
+class EnvironmentFailed(Exception):
+    """A call of an environment failed or took too long. The text is one line."""
+
+
+@dataclass(eq=False)
+class Episode:
+    """One episode.
+
+    Attributes:
+        row: Texts of its row: prompt, ground_truth and metadata, a JSON object.
+        environment: Object of the user; None before it is made.
+        turns: Number of turns so far.
+        reward: Reward that the environment has given; None where it has none to give.
+        error: Why a call of the environment failed, which has ended the episode; empty where none has.
+    """
+
+    row: Mapping[str, str]
+    environment: Any = None
+    turns: int = 0
+    reward: float | None = None
+    error: str = ""
+
+
+def environment_factory(table: EnvironmentTable) -> Callable[..., Any] | None:
+    """Imports the factory of `[rollout.environment]`; None where it names none. Raises ConfigError where it cannot be
+    imported, or cannot be called."""
+    if not table.factory:
+        return None
+    try:
+        found = load_object(table.factory, object)
+    except PluginError as error:
+        raise ConfigError(f"rollout.environment.factory: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"rollout.environment.factory: {table.factory} cannot be called")
+    return found
+
+
+class EnvironmentCaller:
+    """Calls the environments of episodes, at most `concurrency` at a time, each call for at most `timeout_s`. `async`
+    methods run on one event loop, others on a thread each. A call that fails ends its episode alone.
+
+    Args:
+        factory: Makes the environment of an episode.
+        table: The table `[rollout.environment]`.
+    """
+
+    def __init__(self, factory: Callable[..., Any], table: EnvironmentTable) -> None:
+        self._factory, self._table = factory, table
+        self._loop = Loop(asyncio.new_event_loop(), "environment")
+
+    def make(self, episodes: Sequence[Episode]) -> None:
+        """Makes the environments of episodes."""
+
+        async def make(episode: Episode) -> None:
+            row = {**episode.row, "metadata": json.loads(episode.row.get("metadata") or "{}")}
+            work = partial(self._factory, **row, **self._table.options)
+            episode.environment = await self._call(work, "")
+
+        self._each(make, episodes)
+
+    def step(self, episodes: Sequence[Episode], said: Sequence[str]) -> list[Answer]:
+        """Returns the answer of each environment to what the policy said in a turn; None for episodes that have
+        failed."""
+        answers: dict[int, Answer] = {}
+        texts = {id(episode): text for episode, text in zip(episodes, said, strict=True)}
+
+        async def step(episode: Episode) -> None:
+            episode.turns += 1
+            work = partial(episode.environment.step, texts[id(episode)])
+            answers[id(episode)] = _checked(await self._call(work, "step"))
+
+        self._each(step, episodes)
+        return [answers.get(id(episode)) for episode in episodes]
+
+    def finish(self, episodes: Sequence[Episode]) -> None:
+        """Gets the reward of each environment that has a method `reward`, and closes those with a method `close`."""
+
+        async def finish(episode: Episode) -> None:
+            if hasattr(episode.environment, "reward"):
+                episode.reward = _finite(await self._call(episode.environment.reward, "reward"))
+
+        async def close(episode: Episode) -> None:
+            if hasattr(episode.environment, "close"):
+                await self._call(episode.environment.close, "close")
+
+        self._each(finish, episodes)
+        self._each(close, episodes, failed=True)
+
+    def close(self) -> None:
+        """Ends the event loop. Calls that are under way on threads are left to end by themselves."""
+        self._loop.close()
+
+    def _each(
+        self,
+        work: Callable[[Episode], Coroutine[Any, Any, None]],
+        episodes: Sequence[Episode],
+        *,
+        failed: bool = False,
+    ) -> None:
+        """Runs work for each episode that has not failed, and for all that have an environment where `failed`; waits.
+        Where it fails, sets the episode's error and logs the first.
+
+        Raises:
+            DeadlineExceeded: A method blocks the event loop.
+        """
+        table = self._table
+        asked = [e for e in episodes if (e.environment is not None if failed else not e.error)]
+
+        async def run() -> list[BaseException | None]:
+            free = asyncio.Semaphore(table.concurrency)
+
+            async def one(episode: Episode) -> None:
+                async with free:
+                    await work(episode)
+
+            return await asyncio.gather(*(one(episode) for episode in asked), return_exceptions=True)
+
+        longest_s = 2 * table.timeout_s * math.ceil(len(asked) / table.concurrency) + LATE_S
+        try:
+            (ended,) = results([self._loop.start(run())], longest_s)
+        except DeadlineExceeded:
+            raise DeadlineExceeded(
+                f"rollout.environment: calls have not ended within {longest_s:g} s, although each may take "
+                f"timeout_s, {table.timeout_s:g}: an async method of {table.factory} blocks its event loop"
+            ) from None
+        errors = [(episode, error) for episode, error in zip(asked, ended, strict=True) if error]
+        for episode, error in errors:
+            episode.error = episode.error or f"environment {table.factory}: {error}"
+        if errors:
+            episode, error = errors[0]
+            cause = error.__cause__ or error
+            logging.warning(
+                "%d of %d episodes have failed; the first, of prompt %r: %s\n%s",
+                len(errors),
+                len(asked),
+                episode.row.get("prompt", "")[-200:],
+                episode.error,
+                "".join(traceback.format_exception(cause)),
+            )
+
+    async def _call(self, work: partial | Callable[[], Any], name: str) -> Any:
+        """Coroutine that calls a function of the user, on a thread unless it is a coroutine function.
+
+        Raises:
+            EnvironmentFailed: It raised an exception, or did not return in time.
+        """
+        named, timeout_s = f"{name}: " if name else "", self._table.timeout_s
+        task = asyncio.ensure_future(_run(work))
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if not done:
+            task.cancel()
+            raise EnvironmentFailed(f"{named}no answer within timeout_s, {timeout_s:g}")
+        if task.cancelled():
+            raise EnvironmentFailed(f"{named}was cancelled")
+        if error := task.exception():
+            text = " ".join(str(error).split())
+            raise EnvironmentFailed(f"{named}{type(error).__name__}: {text}") from error
+        return task.result()
+
+
+async def _run(work: Callable[[], Any]) -> Any:
+    function = work.func if isinstance(work, partial) else work
+    try:
+        if asyncio.iscoroutinefunction(function):
+            return await work()
+        ended: Promise[Any] = Promise()  # which cannot be cancelled: the thread goes on past a timeout
+        pass_on(on_thread(work, "environment"), ended)
+        made = await asyncio.wrap_future(ended)
+        return await made if isinstance(made, Awaitable) else made
+    except SystemExit as error:  # which would end the event loop
+        raise RuntimeError(f"called sys.exit({error.code})") from error
+
+
+def _checked(answer: Any) -> Answer:
+    """Returns the answer of an environment; raises EnvironmentFailed where it is none."""
+    if answer is None or isinstance(answer, str):
+        return answer
+    is_list = isinstance(answer, Sequence) and not isinstance(answer, bytes)
+    if is_list and answer and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in answer):
+        return answer
+    raise EnvironmentFailed(
+        f"step: returned {answer!r:.80}; allowed: a text, a list of messages (with role and content), or None"
+    )
+
+
+def _finite(reward: Any) -> float | None:
+    """Returns the reward of an environment; raises EnvironmentFailed where it is not a finite number or None."""
+    try:
+        value = None if reward is None else float(reward)
+    except (TypeError, ValueError):
+        value = math.nan
+    if value is not None and not math.isfinite(value):
+        raise EnvironmentFailed(f"reward: returned {reward!r:.80}; allowed: a finite number, or None")
+    return value

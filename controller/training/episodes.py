@@ -1,0 +1,176 @@
+"""Generation of responses of several turns, between which an environment answers. A row is a whole episode."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Self
+
+import numpy as np
+
+from controller.config.config import Config
+from controller.data.chat import Chat
+from controller.role_groups.dataflow import CallRecord, FutureBatch
+from controller.training.columns import count_tokens, texts_of
+from controller.training.environment import Answer, EnvironmentCaller, Episode, environment_factory
+from nccl_transfer.refs.batch import Batch, LocalColumn, lengths_of
+from rlhf.errors import ConfigError, InvalidRequest
+
+PARTIAL = {
+    "response_ids": "partial_ids",
+    "response_mask": "partial_mask",
+    "rollout_log_probs": "partial_log_probs",
+}
+"""Columns that a turn makes, by the names under which the next one is given them."""
+ERRORS, TURNS, REWARD = "environment_error", "episode_turns", "environment_reward"
+"""Columns of episodes: why each failed, and its number of turns; and the field of their metadata with the reward that
+the environment gave."""
+TEXTS = ("prompt", "ground_truth", "metadata")
+
+Generate = Callable[[FutureBatch], FutureBatch]
+
+
+class EpisodePlayer:
+    """Plays episodes: generates a turn of all of them, has their environments answer, and goes on with those that do.
+
+    Args:
+        config: Configuration of the run, with a factory of environments.
+        caller: Calls the environments.
+    """
+
+    def __init__(self, config: Config, caller: EnvironmentCaller) -> None:
+        self._table = config.rollout.environment
+        self._chat = Chat(config.tokenizer) if config.tokenizer else None
+        self._caller = caller
+
+    @classmethod
+    def of(cls, config: Config, resources: contextlib.ExitStack) -> Self | None:
+        """Returns the player of a configuration, which is closed with `resources`; None where it has no environment.
+        Raises ConfigError where that cannot be imported."""
+        factory = environment_factory(config.rollout.environment)
+        if factory is None:
+            return None
+        caller = EnvironmentCaller(factory, config.rollout.environment)
+        resources.callback(caller.close)
+        return cls(config, caller)
+
+    def play(self, prompts: FutureBatch, generate: Generate) -> FutureBatch:
+        """Returns the columns that `generate` makes, of whole episodes, and columns `ERRORS`, `TURNS` and metadata.
+        Waits until all episodes have ended.
+
+        Args:
+            prompts: Rows with column prompt.
+            generate: Generates one turn of rows with column prompt, after the first turn also columns `PARTIAL` and
+                observation. Makes columns `PARTIAL` and turn, the text.
+
+        Raises:
+            RlhfError: A call of the service failed, or messages cannot be rendered.
+        """
+        # Waits without the step, so that its gates stay closed: all turns are generated with the same weights.
+        texts = {name: texts_of(prompts.of_step(None), name) for name in TEXTS if name in prompts}
+        rows_of = [dict(zip(texts, row, strict=True)) for row in zip(*texts.values(), strict=True)]
+        episodes, seconds = [Episode(row) for row in rows_of], 0.0
+        active, rows, before = np.arange(prompts.rows), prompts.select(["prompt"]), np.zeros(prompts.rows)
+        parts: list[FutureBatch] = []
+        order: list[np.ndarray] = []
+        calls: list[Future[CallRecord]] = []
+        seconds += _timed(lambda: self._caller.make(episodes))
+        for turn in range(self._table.turns):
+            made = generate(rows)
+            calls += made.calls
+            found = made.of_step(None)
+            lengths = lengths_of(found.result(["response_ids"])["response_ids"])
+            said = texts_of(found, "turn")
+            observations, took = self._answers([episodes[row] for row in active], said, lengths > before)
+            seconds += took
+            is_last = turn + 1 == self._table.turns
+            goes_on = np.asarray([text is not None and not is_last for text in observations])
+            going, ended = np.flatnonzero(goes_on), np.flatnonzero(~goes_on)
+            if len(ended):
+                parts.append(made.take(ended).drop("turn"))
+                order.append(active[ended])
+            if not len(going):
+                break
+            begun = made.select(PARTIAL).rename(**PARTIAL).take(going)
+            answered = FutureBatch.of(observation=[observations[row] or "" for row in going])
+            active, before = active[going], lengths[going]
+            rows = prompts.take(active).select(["prompt"]) | begun | answered
+        seconds += _timed(lambda: self._caller.finish(episodes))
+        if prompts.step:
+            prompts.step.note("time/environment_s", seconds)
+        whole = FutureBatch.concat(parts).take(np.argsort(np.concatenate(order)))
+        whole = replace(whole, calls=tuple(dict.fromkeys(calls)), step=prompts.step)
+        return whole | _outcomes(episodes)
+
+    def _answers(
+        self, episodes: Sequence[Episode], said: Sequence[str], has_room: np.ndarray
+    ) -> tuple[list[str | None], float]:
+        """Returns the observation that follows each turn, None for an episode that has ended, and the time that the
+        environments took, in seconds. Episodes without room for a further turn [rows] bool have ended before it."""
+        playing = [row for row, has_any in enumerate(has_room.tolist()) if has_any]
+        started = time.monotonic()
+        answers = self._caller.step([episodes[row] for row in playing], [said[row] for row in playing])
+        seconds = time.monotonic() - started
+        observations: list[str | None] = [None] * len(episodes)
+        for row, answer in zip(playing, answers, strict=True):
+            observations[row] = self._rendered(answer)
+        return observations, seconds
+
+    def _rendered(self, answer: Answer) -> str | None:
+        """Returns the text that an answer adds to the response. Raises ConfigError where it cannot be rendered."""
+        if answer is None or isinstance(answer, str):
+            return answer
+        if self._chat is None:
+            raise ConfigError(
+                f"{self._table.factory} returned messages, and no service has a model directory with a chat template"
+            )
+        return self._chat.continuation(answer)
+
+
+def episode_metrics(batch: Batch) -> dict[str, float]:
+    """Returns the metrics of the episodes of a step: `episode/turns_mean`, `episode/failed`, the share of those whose
+    environment has failed, and `episode/sampled_mean`, the number of tokens that the policy sampled; empty where rows
+    are no episodes."""
+    if TURNS not in batch.columns or not batch.rows:
+        return {}
+    turns, errors = batch[TURNS], batch[ERRORS]
+    assert isinstance(turns, LocalColumn), "the controller plays the episodes"
+    assert isinstance(errors, LocalColumn), "the controller plays the episodes"
+    return {
+        "episode/turns_mean": float(np.mean(np.asarray(turns.values))),
+        "episode/failed": sum(map(bool, errors.texts)) / batch.rows,
+        "episode/sampled_mean": count_tokens(batch, "rollout_log_probs") / batch.rows,
+    }
+
+
+def _outcomes(episodes: Sequence[Episode]) -> FutureBatch:
+    """Returns columns `ERRORS`, `TURNS` and metadata of episodes that have ended."""
+    return FutureBatch.of(
+        **{ERRORS: [episode.error for episode in episodes]},
+        **{TURNS: np.asarray([episode.turns for episode in episodes], np.float64)},
+        metadata=[_with_reward(episode) for episode in episodes],
+    )
+
+
+def _with_reward(episode: Episode) -> str:
+    """Returns the metadata of an episode's row with the reward of its environment in field `REWARD`, if there is
+    one. Raises InvalidRequest where the row has a field of this name."""
+    text = episode.row.get("metadata") or "{}"
+    if episode.reward is None:
+        return text
+    metadata = json.loads(text)
+    if REWARD in metadata:
+        raise InvalidRequest(
+            f"a row of the data has a field {REWARD!r}, which the environment's reward needs"
+        )
+    return json.dumps({**metadata, REWARD: episode.reward})
+
+
+def _timed(work: Callable[[], None]) -> float:
+    started = time.monotonic()
+    work()
+    return time.monotonic() - started

@@ -1,0 +1,110 @@
+"""Episodes of several turns: the response goes on with what an environment has added, token by token as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nccl_transfer.refs.columns import Jagged
+from rlhf.errors import InvalidRequest
+from services.compute.jagged_rows import counts
+from services.generation.partial import extended
+from services.roles.columns import jagged_column, jagged_ids
+from services.rollout.base import Generation
+from services.runtime.worker import CallRows
+
+COLUMNS = ("partial_ids", "partial_mask", "partial_log_probs", "observation")
+MASK_DTYPE = torch.uint8
+
+
+@dataclass(frozen=True, eq=False)
+class Episodes:
+    """The responses of episodes so far, of which some go on.
+
+    Attributes:
+        ids: Token ids of each response, observations included.
+        mask: Whether each of these tokens was sampled.
+        log_probs: Log-probability of each sampled token under the distribution that it was drawn from, float32.
+        going: Indices of the rows that go on, ascending.
+        begun: Tokens of each response before what this turn generates.
+    """
+
+    ids: list[list[int]]
+    mask: list[list[bool]]
+    log_probs: Jagged[Tensor]
+    going: list[int]
+    begun: list[int]
+
+    @classmethod
+    def first(cls, num_rows: int) -> Self:
+        """Returns empty responses, which all go on."""
+        nothing = jagged_ids([[] for _ in range(num_rows)], torch.float32)
+        rows = range(num_rows)
+        return cls([[] for _ in rows], [[] for _ in rows], nothing, list(rows), [0] * num_rows)
+
+    @classmethod
+    def of(
+        cls,
+        rows: CallRows,
+        observations: Sequence[list[int]],
+        eos_ids: Set[int],
+        *,
+        max_new_tokens: int,
+        max_response_tokens: int,
+    ) -> Self:
+        """Returns the responses in the columns COLUMNS of a call. Those that have room for their observation and
+        `max_new_tokens` further tokens within `max_response_tokens` have the observation added and go on; the others
+        stay as they are.
+
+        Args:
+            rows: Rows of the call.
+            observations: Token ids of column "observation".
+            eos_ids: End-of-sequence tokens. One that ends a response and begins its observation is not added again.
+
+        Raises:
+            InvalidRequest: A column is missing, or columns have rows of different lengths.
+        """
+        ids, mask, log_probs = (jagged_column(rows, name) for name in COLUMNS[:3])
+        mask = Jagged(mask.values.cpu() != 0, mask.lengths)
+        for name, given, wanted in (
+            ("partial_mask", mask.lengths, ids.lengths),
+            ("partial_log_probs", log_probs.lengths, counts(mask)),
+        ):
+            if not np.array_equal(given, wanted):
+                raise InvalidRequest(f"column {name!r} does not fit 'partial_ids' and 'partial_mask'")
+        found = cls(_lists(ids), _lists(mask), log_probs, [], [])
+        for row, observation in enumerate(observations):
+            own = found.ids[row]
+            repeats = bool(own) and own[-1] in eos_ids and observation[:1] == own[-1:]
+            added = observation[repeats:]
+            if len(own) + len(added) + max_new_tokens <= max_response_tokens:
+                own += added
+                found.mask[row] += [False] * len(added)
+                found.going.append(row)
+            found.begun.append(len(own))
+        return found
+
+    def prompts(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """Returns what the model reads before the next turn of the rows that go on: prompt and response so far."""
+        return [[*prompts[row], *self.ids[row]] for row in self.going]
+
+    def extended(self, generation: Generation) -> Episodes:
+        """Returns the responses with what was generated for those that go on."""
+        ids, mask = [*self.ids], [*self.mask]
+        for row, new in zip(self.going, _lists(generation.responses), strict=True):
+            ids[row], mask[row] = [*ids[row], *new], [*mask[row], *[True] * len(new)]
+        log_probs = extended(self.log_probs, self.going, generation.log_probs)
+        return Episodes(ids, mask, log_probs, self.going, self.begun)
+
+    def mask_column(self) -> Jagged[Tensor]:
+        """Returns column "response_mask"."""
+        return jagged_ids([list(map(int, row)) for row in self.mask], MASK_DTYPE)
+
+
+def _lists(column: Jagged[Tensor]) -> list[list]:
+    return [row.tolist() for row in column.values.split(column.lengths.tolist())]
