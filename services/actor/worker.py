@@ -28,6 +28,7 @@ from services.roles.log_probs import policy_head
 from services.roles.micro_batching import per_token
 from services.roles.model_worker import ModelWorker
 from services.roles.update_loss import LossTerm, UpdateLoss
+from services.rollout.base import RolloutSetup
 from services.rollout.factory import make_rollout
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
@@ -55,7 +56,7 @@ class ActorWorker(ModelWorker):
         super().__init__(table, ranks, load_causal_lm, table.optimizer)
         self._generation_weights = _generation_weights(table, self.engine, ranks, self.torch_device)
         shards = self._generation_weights.generation_shards
-        self.rollout = make_rollout(table, shards, ranks.mesh, self.torch_device)
+        self.rollout = make_rollout(table, RolloutSetup(shards, ranks.mesh, self.torch_device))
         self._generator = SequenceGenerator(self, self.rollout, table.model)
         self._texts = self._generator.texts
         self._rollout_version = _NO_WEIGHTS

@@ -71,6 +71,23 @@ class SamplingOptions:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
 
+@dataclass(frozen=True)
+class RolloutSetup:
+    """Arguments of `RolloutEngine.create` that are not in the table of the service.
+
+    Args:
+        shards: the shards of the training engine that `load_weights` will be given. None: whole weights, or, in a
+            rollout service whose mesh has several ranks per replica (`mesh.replica_size`), shards by the layouts of
+            `services.engines.three_d.stage.layouts_of_directory`.
+        mesh: training and generation mesh of the service.
+        device: device of this rank.
+    """
+
+    shards: GenerationShards | None
+    mesh: Mesh
+    device: torch.device
+
+
 @dataclass(frozen=True, eq=False)
 class Generation:
     """Generated responses in the order of the prompts.
@@ -109,15 +126,7 @@ class RolloutEngine(ABC):
 
     @classmethod
     @abstractmethod
-    def create(
-        cls,
-        table: GeneratingTable,
-        options: Any,
-        *,
-        shards: GenerationShards | None,
-        mesh: Mesh,
-        device: torch.device,
-    ) -> Self:
+    def create(cls, table: GeneratingTable, options: Any, setup: RolloutSetup) -> Self:
         """Builds the rollout engine of an actor, or of a rollout service, which has no training engine. Its weights
         must be loaded (`load_weights`) before it generates. Collective.
 
@@ -125,11 +134,7 @@ class RolloutEngine(ABC):
             table: table of the service: `table.model` is the model's directory, and
                 `services.engines.implementation.compute_dtype` gives its type.
             options: the engine's own options, of the type that its spec (`settings.engines.RolloutSpec`) names.
-            shards: the shards of the training engine that `load_weights` will be given. None: whole weights, or, in a
-                rollout service whose mesh has several ranks per replica (`mesh.replica_size`), shards by the layouts
-                of `services.engines.three_d.stage.layouts_of_directory`.
-            mesh: training and generation mesh of the service.
-            device: device of this rank.
+            setup: shards, mesh and device.
 
         Raises:
             ValueError: the engine cannot run the model.
@@ -231,10 +236,11 @@ class RolloutEngine(ABC):
             meter: must be advanced at every decoding step.
         """
 
-    @abstractmethod
     def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         """Returns a function that returns True on all ranks that generate the same rows if `should_stop` returns True
-        on any of them. Its calls are collective over these ranks."""
+        on any of them. Its calls are collective over these ranks. Default: `should_stop` itself, for an engine whose
+        ranks generate alone."""
+        return should_stop
 
     def sleep(self) -> int:
         """Frees the engine's device memory until `wake`; returns the bytes freed, 0 if it is asleep already or has

@@ -17,13 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nccl_transfer.refs.mesh import Mesh
 from rlhf.errors import OutOfStep
 from services.engines.base import HeldTensor
-from services.engines.generation_shards import GenerationShards
+from services.engines.collectives import max_over_ranks
 from services.engines.implementation import compute_dtype
 from services.engines.three_d.stage import layouts_of_directory
-from services.rollout.base import Generation, Meter, RolloutEngine, SamplingOptions, check_names
+from services.rollout.base import (
+    Generation,
+    Meter,
+    RolloutEngine,
+    RolloutSetup,
+    SamplingOptions,
+    check_names,
+)
 from services.rollout.stops import StopMatcher
 from services.rollout.vllm_engine import get_tp_group, runs_eagerly, start_engine  # pyright: ignore[reportAttributeAccessIssue] - without vLLM
 from services.rollout.vllm_requests import check_temperature, generation_of, parameters
@@ -72,15 +78,8 @@ class VLLMRollout(RolloutEngine):
         self.max_positions: int = self._engine.vllm_config.model_config.max_model_len
 
     @classmethod
-    def create(
-        cls,
-        table: GeneratingTable,
-        options: VllmTable,
-        *,
-        shards: GenerationShards | None,
-        mesh: Mesh,
-        device: torch.device,
-    ) -> Self:
+    def create(cls, table: GeneratingTable, options: VllmTable, setup: RolloutSetup) -> Self:
+        shards, mesh = setup.shards, setup.mesh
         layouts = shards.layouts if shards is not None else None
         if layouts is None and mesh.replica_size > 1:
             layouts = layouts_of_directory(table.model, pipeline=1, tensor=mesh.generation_tensor)
@@ -186,12 +185,7 @@ class VLLMRollout(RolloutEngine):
         if self._tensor_parallel == 1:
             return should_stop
 
-        def agreed() -> bool:
-            wants = torch.tensor(should_stop(), dtype=torch.int32)
-            dist.all_reduce(wants, dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
-            return bool(wants)
-
-        return agreed
+        return lambda: bool(max_over_ranks(should_stop(), get_tp_group().cpu_group))
 
     def _free_memory(self) -> int:
         return self._changed(lambda: self._engine.sleep(level=1))

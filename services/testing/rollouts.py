@@ -29,7 +29,13 @@ from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
 from services.models.families import load_causal_lm
 from services.roles.engine_factory import make_engine
 from services.roles.loss_options import PolicyLossOptions
-from services.rollout.base import Generation, GenerationStopped, RolloutEngine, SamplingOptions
+from services.rollout.base import (
+    Generation,
+    GenerationStopped,
+    RolloutEngine,
+    RolloutSetup,
+    SamplingOptions,
+)
 from services.rollout.factory import make_rollout
 from services.rollout.sampling import log_distribution, row_seeds
 from services.rollout.stops import StopStrings
@@ -200,7 +206,7 @@ class RolloutResponses:
         if package and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
         trained = make_engine(table, EngineSetup(load_causal_lm, Mesh(), CPU, OptimizerOptions()))
-        return make_rollout(table, trained.generation_shards, Mesh(), CPU)
+        return make_rollout(table, RolloutSetup(trained.generation_shards, Mesh(), CPU))
 
     @pytest.fixture
     def engine(self, started: RolloutEngine, model: PreTrainedModel) -> RolloutEngine:
