@@ -263,7 +263,7 @@ def _generation_weights(
     Raises:
         ConfigError: The model cannot be shared on the table's `generation_mesh`.
     """
-    if table.mesh or ranks.mesh.replica_size == 1:
+    if table.mesh or not table.generates or ranks.mesh.replica_size == 1:
         return engine
     try:
         return Resharding(engine, table.model, ranks.mesh, dtype=compute_dtype(table), device=device)
