@@ -112,7 +112,7 @@ class RolloutEngine(ABC):
     Attributes:
         name: name of the engine in configurations and in Describe.
         limits: what the engine cannot do on this host, one sentence each, for Describe.
-        keeps_weights: whether `sleep` keeps the weights. If not, they must be loaded again before generation.
+        keeps_weights: whether `sleep` can keep the weights. If not, they must be loaded again before generation.
         ranks_together: number of ranks that generate the same rows together, each with a part of the model.
         max_positions: most tokens of a prompt and its response together; None for no limit.
     """
@@ -242,18 +242,24 @@ class RolloutEngine(ABC):
         ranks generate alone."""
         return should_stop
 
-    def sleep(self) -> int:
+    def sleep(self, *, keep_weights: bool = True) -> int:
         """Frees the engine's device memory until `wake`; returns the bytes freed, 0 if it is asleep already or has
-        none to free, as on a CPU. It is asleep afterwards in each case."""
+        none to free. It is asleep afterwards unless this raises.
+
+        Args:
+            keep_weights: whether the weights are needed after `wake`, as far as the attribute `keeps_weights` allows,
+                so that they are moved to host memory. False: they are loaded again, and may be dropped.
+        """
         if self._is_asleep:
             return 0
-        freed = self._free_memory()
+        freed = self._free_memory() if keep_weights else self._drop_memory()
         self._is_asleep = True
         return freed
 
     def wake(self) -> int:
         """Allocates the memory that `sleep` freed; returns the bytes allocated, 0 if the engine is awake. The weights
-        are as before `sleep` if `keeps_weights`, otherwise undefined until they are loaded."""
+        are as before if `sleep` was to keep them and `keeps_weights` is True, otherwise undefined until they are
+        loaded. The engine is awake afterwards unless this raises."""
         if not self._is_asleep:
             return 0
         taken = self._take_memory()
@@ -263,6 +269,11 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _free_memory(self) -> int:
         """Implements `sleep`, on an engine that is awake; returns the bytes freed."""
+
+    def _drop_memory(self) -> int:
+        """Implements `sleep(keep_weights=False)`, on an engine that is awake; returns the bytes freed. Default: as
+        `_free_memory`."""
+        return self._free_memory()
 
     @abstractmethod
     def _take_memory(self) -> int:

@@ -107,6 +107,9 @@ class HFRollout(RolloutEngine):
     def _free_memory(self) -> int:
         return self._decoder.sleep()
 
+    def _drop_memory(self) -> int:
+        return self._decoder.sleep(keep_weights=False)
+
     def _take_memory(self) -> int:
         return self._decoder.wake()
 

@@ -127,10 +127,10 @@ class ShardedDecoder(Decoder):
         for name, parameter in self._stage.parameters.items():
             yield HeldTensor(f"generation.{name}", place, parameter.detach(), learns=True)
 
-    def sleep(self) -> int:
+    def sleep(self, *, keep_weights: bool = True) -> int:
         """Frees the gathered weights and returns their bytes; does nothing and returns 0 if the weights are views of
         permanent buffers, which belong to the training engine. Without a training engine, moves them to host memory,
-        unless they are on a CPU."""
+        unless they are on a CPU. `keep_weights` changes nothing: what is gathered is never kept, and the rest is."""
         if self._shards is None and self.device.type != "cpu":
             return self._leave_device(self._stage.parameters.values())
         if self.keeps_weights:

@@ -449,13 +449,18 @@ class RolloutContract(RolloutResponses):
         with pytest.raises(FloatingPointError, match="not finite"):
             engine.generate(PROMPTS, self.sampled, SEEDS)
 
-    def test_an_engine_that_sleeps_generates_nothing_until_it_wakes(self, engine: RolloutEngine) -> None:
+    @pytest.mark.parametrize("keep_weights", [True, False], ids=["keeps weights", "drops weights"])
+    def test_an_engine_that_sleeps_generates_nothing_until_it_wakes(
+        self, keep_weights: bool, engine: RolloutEngine, model: PreTrainedModel
+    ) -> None:
         expected = engine.generate(PROMPTS, self.sampled, SEEDS)
-        freed = engine.sleep()
+        freed = engine.sleep(keep_weights=keep_weights)
         with pytest.raises(EngineOffloaded, match="asleep"):
             engine.generate(PROMPTS, self.sampled, SEEDS)
         assert engine.wake() == freed
         assert freed or any("Offload frees nothing" in limit for limit in engine.limits)
+        if not (keep_weights and engine.keeps_weights):
+            engine.load_weights(model.state_dict().items())
         assert same(expected, engine.generate(PROMPTS, self.sampled, SEEDS))
 
     @pytest.mark.parametrize("adapters", [None, AdapterOptions()], ids=["weights learn", "adapters learn"])

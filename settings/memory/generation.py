@@ -74,6 +74,17 @@ def vllm_workspace(use: ModelUse) -> int:
     return VLLM_BATCHED_TOKENS * layer + 256 * use.shape.vocabulary * 2 * FLOAT32
 
 
+def freed_by_sleep(use: ModelUse) -> frozenset[str]:
+    """Returns the components of what a rank always holds that its rollout engine frees while the actor trains and
+    infers: the KV cache, and generation weights that are no part of the training engine's memory. On a CPU vLLM keeps
+    its weights, which it has repacked."""
+    rollout = use.rollout
+    if rollout is None or not rollout.sleeps:
+        return frozenset()
+    keeps_weights = rollout.in_place or (rollout.engine == "vllm" and not use.on_gpu)
+    return frozenset({"KV cache"} if keeps_weights else {"KV cache", "generation weights"})
+
+
 def resharding_bytes(use: ModelUse) -> int:
     """Returns the bytes in which the ranks of engines without a mesh move weights to generation shards: the bucket that
     a rank sends, and one of each rank; for vllm also the tensors that arrive together and are fused then."""
