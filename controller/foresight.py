@@ -68,4 +68,4 @@ def check_models(config: Config) -> None:
         ConfigError: The check of a model failed; see `settings.fit.check_model_fits`.
     """
     for name, table in config.services.items():
-        check_model_fits(name, table, config.rollout.max_response_tokens)
+        check_model_fits(name, table, config.rollout.max_response_tokens, config.row_tokens)

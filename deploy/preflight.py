@@ -51,7 +51,7 @@ def check(config: Config, names: list[str]) -> None:
     for name in names:
         check_model(name, config.services[name])
     for name in names:
-        check_model_fits(name, config.services[name], config.rollout.max_response_tokens)
+        check_model_fits(name, config.services[name], config.rollout.max_response_tokens, config.row_tokens)
     for name in names:
         check_transports(name, config.services[name])
     for name in names:

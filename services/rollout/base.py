@@ -115,6 +115,7 @@ class RolloutEngine(ABC):
         keeps_weights: whether `sleep` can keep the weights. If not, they must be loaded again before generation.
         ranks_together: number of ranks that generate the same rows together, each with a part of the model.
         max_positions: most tokens of a prompt and its response together; None for no limit.
+        positions_key: key of the configuration that sets `max_positions`, for messages; empty: the model does.
     """
 
     name: str
@@ -122,6 +123,7 @@ class RolloutEngine(ABC):
     keeps_weights: bool = True
     ranks_together: int = 1
     max_positions: int | None
+    positions_key: str = ""
     _is_asleep: bool = False
 
     @classmethod
@@ -199,7 +201,7 @@ class RolloutEngine(ABC):
         """
         self.check_awake()
         lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-        check_lengths(lengths, sampling.max_new_tokens, self.max_positions)
+        check_lengths(lengths, sampling.max_new_tokens, self.max_positions, self.positions_key)
         self._check_request(lengths, sampling)
         try:
             return self._generate(prompts, sampling, row_seeds, Meter(self._agreed(should_stop), progress))
@@ -309,13 +311,14 @@ class Meter:
         self._progress(self._rows, self._tokens)
 
 
-def check_lengths(lengths: np.ndarray, max_new_tokens: int, limit: int | None) -> None:
+def check_lengths(lengths: np.ndarray, max_new_tokens: int, limit: int | None, key: str = "") -> None:
     """Checks that prompts and their responses fit into the model's positions.
 
     Args:
         lengths: tokens of each prompt, [rows] int64.
         max_new_tokens: most tokens of a response.
         limit: most tokens of a prompt and its response; None for no limit.
+        key: key of the configuration that sets the limit. Default: the model does.
 
     Raises:
         ValueError: there are no prompts, one is empty, or one is too long together with its response.
@@ -328,7 +331,7 @@ def check_lengths(lengths: np.ndarray, max_new_tokens: int, limit: int | None) -
         row = lengths.argmax()
         raise ValueError(
             f"row {row} has {lengths[row]} prompt tokens, with {max_new_tokens} new ones more than the "
-            f"{limit} positions of the model"
+            f"{limit} positions of the model" + (f" ({key})" if key else "")
         )
 
 

@@ -54,6 +54,7 @@ class VLLMRollout(RolloutEngine):
     """
 
     name = "vllm"
+    positions_key = "vllm.max_model_len"
     _dropped: Sequence[DroppedStorage] = ()
 
     def __init__(
