@@ -10,36 +10,29 @@ from rlhf.errors import ConfigError
 from settings import meshes
 from settings.actor import ActorTable
 from settings.generation import GeneratingTable
-from settings.memory.generation import cache_bytes_per_token
-from settings.memory.services import computed_dtype
-from settings.memory.shape import read_model_shape
-from settings.memory.use import BYTES_OF
 from settings.model import LoadedModelTable, ModelTable
 from settings.rollout import RolloutServiceTable
 from settings.service import ServiceTable
 
-GIB = 1 << 30
 VLLM = "vllm"
 """Name of the rollout engine whose KV cache has a fixed size."""
 POSITIONS = "max_position_embeddings"
 """Key of a config.json: maximum number of tokens of a row."""
 
 
-def check_model_fits(name: str, table: ServiceTable, response_tokens: int = 0, row_tokens: int = 0) -> None:
-    """Checks that the model of a service can be divided over its meshes, that a prompt fits into a row beside a
-    response, and a row into vLLM's KV cache. A model whose config.json this host cannot read passes.
+def check_model_fits(name: str, table: ServiceTable, response_tokens: int = 0) -> None:
+    """Checks that the model of a service can be divided over its meshes, and that a prompt fits into a row beside a
+    response. A model whose config.json this host cannot read passes.
 
     Args:
         name: Name of the service.
         table: Table of the service.
         response_tokens: Maximum length of a response, in tokens. Default: unknown, which passes.
-        row_tokens: Most tokens of a prompt and its response together. Default: unknown; then vLLM makes room for as
-            many as the model has positions.
 
     Raises:
         ConfigError: The model cannot be divided over `mesh` or `generation_mesh`, or the rollout engine cannot generate
-            with it, or it has no more positions than a response has tokens, or vLLM's KV cache cannot hold a row. The
-            text says why and, for meshes, lists the nearest that fit.
+            with it, or it has no more positions than a response has tokens. The text says why and, for meshes, lists
+            the nearest that fit.
     """
     if not isinstance(table, LoadedModelTable):
         return
@@ -51,8 +44,6 @@ def check_model_fits(name: str, table: ServiceTable, response_tokens: int = 0, r
         )
     if isinstance(table, ModelTable | RolloutServiceTable):
         _check_meshes(name, table, shape)
-    if isinstance(table, ActorTable | RolloutServiceTable) and table.rollout_engine == VLLM:
-        _check_vllm_cache(name, table, row_tokens)
 
 
 def sized_for_rows(table: ServiceTable, row_tokens: int) -> ServiceTable:
@@ -69,35 +60,6 @@ def sized_for_rows(table: ServiceTable, row_tokens: int) -> ServiceTable:
         return table
     most = min(row_tokens, read_shape(table.model).get(POSITIONS, row_tokens))
     return table.model_copy(update={"vllm": table.vllm.model_copy(update={"max_model_len": most})})
-
-
-def _check_vllm_cache(name: str, table: ActorTable | RolloutServiceTable, row_tokens: int) -> None:
-    """Raises ConfigError where vLLM would refuse to start, since its KV cache cannot hold one row of its maximum
-    length. Passes a model whose shape is not known, and a cache of another type than the model's."""
-    try:
-        shape = read_model_shape(table.model)
-    except ConfigError:
-        return
-    limit = table.vllm.max_model_len or min(filter(None, (row_tokens, shape.positions)), default=0)
-    if not limit or "kv_cache_dtype" in table.vllm.engine_args:
-        return
-    sizes = read_shape(table.model)
-    # Layers with a sliding window need no more than the window.
-    window = sizes.get("sliding_window", 0) if sizes.get("use_sliding_window", True) else 0
-    tokens = min(filter(None, (limit, window)))
-    is_actor = isinstance(table, ActorTable)
-    _, tensor = meshes.generation_sizes(table.generation_mesh if is_actor else "", table.mesh)
-    # "auto" is bfloat16 on a GPU, and float32 on a CPU; a service without a key `device` may have either.
-    itemsize = BYTES_OF[computed_dtype(table.dtype, on_gpu=table.device != "cpu")]
-    needed = tokens * cache_bytes_per_token(shape, tensor, itemsize)
-    if needed > table.vllm.kv_cache_gb * GIB:
-        why = "max_model_len" if table.vllm.max_model_len else "data.max_prompt_tokens is not set"
-        if not table.vllm.max_model_len and row_tokens:
-            why = "data.max_prompt_tokens and rollout.max_response_tokens"
-        raise ConfigError(
-            f"services.{name}.vllm.kv_cache_gb: {table.vllm.kv_cache_gb:g} GiB cannot hold the KV cache of one row of "
-            f"{limit} tokens ({why}), {needed / GIB:.3g} GiB; raise it, or lower vllm.max_model_len"
-        )
 
 
 def _check_meshes(name: str, table: ModelTable | RolloutServiceTable, shape: meshes.Shape) -> None:

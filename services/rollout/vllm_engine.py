@@ -112,11 +112,6 @@ def start_engine(
         engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
     except VLLMError as error:
         raise ValueError(str(error)) from error
-    except (TypeError, AttributeError) as error:
-        if not table.engine_args:
-            raise
-        given = ", ".join(table.engine_args)
-        raise ValueError(f"vLLM does not start with engine_args ({given}): {error}") from error
     finally:
         # vLLM's CPU worker replaces it by a function that does nothing.
         torch.set_num_threads = set_num_threads

@@ -187,23 +187,20 @@ def test_services_take_turns_in_the_memory_of_a_device(device: Device, tmp_path:
 
 @pytest.mark.slow
 def test_an_actor_trains_in_the_memory_that_it_generated_in(
-    device: Device,
-    config: Config,
-    task: Task,
-    tmp_path_factory: pytest.TempPathFactory,
-    tmp_path: Path,
+    config: Config, task: Task, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    predicted = predict_memory(device.config, ["actor"], None).services["actor"].stages["update"].device
-    weights = predicted["generation weights"]
-    device.most_bytes()  # forgets what runs of other tests have noted
-    awake = executed(device.config, tmp_path / "awake")
-    with serving(config, task, tmp_path_factory, rollout_sleep=True) as sleeping:
-        assert outcome(executed(sleeping.config, tmp_path / "sleeping")) == outcome(awake)
-        stages = predict_memory(sleeping.config, ["actor"], None).services["actor"].stages
-        assert "generation weights" not in stages["update"].device
-        assert stages["generation"].device["generation weights"] == weights
-        freed = device.peak_of("actor", "update_actor") - sleeping.peak_of("actor", "update_actor")
-        assert freed == weights, (freed, weights)
+    outcomes, peaks, stages = [], [], []
+    for sleeps in (False, True):
+        with serving(config, task, tmp_path_factory, rollout_sleep=sleeps) as made:
+            outcomes.append(outcome(executed(made.config, tmp_path / f"sleeps-{sleeps}")))
+            peaks.append(made.peak_of("actor", "update_actor"))
+            stages.append(predict_memory(made.config, ["actor"], None).services["actor"].stages)
+    awake, asleep = stages
+    weights = awake["update"].device["generation weights"]
+    assert asleep["generation"].device["generation weights"] == weights
+    assert "generation weights" not in asleep["update"].device
+    assert outcomes[0] == outcomes[1]
+    assert peaks[0] - peaks[1] == weights > 0
 
 
 @pytest.mark.full
