@@ -200,7 +200,8 @@ def test_an_actor_trains_in_the_memory_that_it_generated_in(
     assert asleep["generation"].device["generation weights"] == weights
     assert "generation weights" not in asleep["update"].device
     assert outcomes[0] == outcomes[1]
-    assert peaks[0] - peaks[1] == weights > 0
+    assert weights > 1 << 20
+    assert abs(peaks[0] - peaks[1] - weights) < 1024  # a number or two may be alive longer
 
 
 @pytest.mark.full
