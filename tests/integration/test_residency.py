@@ -201,7 +201,8 @@ def test_an_actor_trains_in_the_memory_that_it_generated_in(
     assert "generation weights" not in asleep["update"].device
     assert outcomes[0] == outcomes[1]
     assert weights > 1 << 20
-    assert abs(peaks[0] - peaks[1] - weights) < 1024  # a number or two may be alive longer
+    # Tensors of calls before may be alive still, at most some rows of activations.
+    assert peaks[0] - peaks[1] > 0.85 * weights
 
 
 @pytest.mark.full
