@@ -12,6 +12,7 @@ from rlhf.roles import find_role
 from settings.fit import check_model_fits
 from settings.generation import GeneratingTable
 from settings.hub import DESCRIPTION, fetch, hub_model
+from settings.memory.vllm_cache import check_vllm_cache
 from settings.model import ModelTable
 
 
@@ -77,10 +78,12 @@ def check_models(config: Config) -> None:
     maximum length. Models whose config.json this host cannot read pass.
 
     Raises:
-        ConfigError: The check of a model failed; see `settings.fit.check_model_fits`.
+        ConfigError: The check of a model failed; see `settings.fit.check_model_fits` and
+            `settings.memory.vllm_cache.check_vllm_cache`.
     """
     for name, table in config.services.items():
         check_model_fits(name, table, config.rollout.max_response_tokens)
+        check_vllm_cache(name, table, config.row_tokens)
 
 
 def check_listening(config: Config) -> None:

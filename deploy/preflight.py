@@ -21,6 +21,7 @@ from rlhf import addresses
 from rlhf.errors import ConfigError
 from settings.fit import check_model_fits
 from settings.hub import DESCRIPTION, fetch
+from settings.memory.vllm_cache import check_vllm_cache
 from settings.reward import RewardTable
 from settings.services import Service
 from settings.transports import check_transport
@@ -56,8 +57,9 @@ def check(config: Config, names: list[str], elsewhere: Collection[str] = ()) -> 
     Raises:
         ConfigError: torch or another package that they need is not installed, the environment lacks a header of a
             reward's endpoint, a model directory does not exist, a model does not divide over its mesh or has no room
-            for a prompt beside a response, a transport is unknown, an address cannot be served, is that of another
-            service or is open to other hosts in plaintext, or a file of `[security]` cannot be read.
+            for a prompt beside a response, or vLLM's KV cache none for a row, a transport is unknown, an address
+            cannot be served, is that of another service or is open to other hosts in plaintext, or a file of
+            `[security]` cannot be read.
     """
     for name in names:
         check_torch(name, config.services[name])
@@ -69,6 +71,7 @@ def check(config: Config, names: list[str], elsewhere: Collection[str] = ()) -> 
         check_model(name, config.services[name])
     for name in names:
         check_model_fits(name, config.services[name], config.rollout.max_response_tokens)
+        check_vllm_cache(name, config.services[name], config.row_tokens)
     for name in names:
         check_transports(name, config.services[name])
     first_here = {name: config.services[name] for name in names if name not in elsewhere}

@@ -62,6 +62,10 @@ class ActorTable(GeneratingTable, ModelTable):
     """For engine 3d: how ranks gather the weights that they generate with. hybridflow all-gathers only the missing
     shards, within a micro-DP group. hybridflow_v (all-gather over a model-parallel group) and gather_all (over all
     ranks, as DeepSpeed-Chat) hold the whole model on each rank, and are there for comparison."""
+    rollout_sleep: bool = False
+    """Frees the memory of the rollout engine while the actor trains and computes log-probabilities: its KV cache, and
+    the weights that it has beside those of training. They come back with the next generation; numbers do not change.
+    See docs/hybrid.md#memory-of-generation-while-the-actor-trains."""
     lora: LoraTable | None = None
     """For engine fsdp: low-rank adapters that learn in place of the model's weights. The actor without its adapters
     is then the reference policy, unless a service is named reference."""
@@ -86,6 +90,12 @@ class ActorTable(GeneratingTable, ModelTable):
         """Limits on the tokens of a prompt and its response together, by the key that sets each:
         `micro_batch_tokens`, and the one of the rollout engine, such as `rollout_tokens` or `vllm.max_model_len`."""
         return {**super().row_limits, **self.rollout_limits}
+
+    @model_validator(mode="after")
+    def _check_sleep(self) -> Self:
+        if self.rollout_sleep and not self.generates:
+            raise ValueError("rollout_sleep: is for an actor that generates, and rollout_engine is none")
+        return self
 
     @model_validator(mode="after")
     def _check_meshes(self) -> Self:

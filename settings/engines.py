@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator
 
 from rlhf.plugins import find_plugin
 from settings import meshes
@@ -46,19 +46,61 @@ class ZeroTable(Strict):
     CPU."""
 
 
+SET_FOR_VLLM: Mapping[str, str] = {
+    "model": "model",
+    "dtype": "dtype",
+    "max_model_len": "vllm.max_model_len",
+    "max_num_seqs": "vllm.max_num_seqs",
+    "kv_cache_memory_bytes": "vllm.kv_cache_gb",
+    "enforce_eager": "vllm.enforce_eager",
+    "tensor_parallel_size": "the mesh of generation",
+    "pipeline_parallel_size": "the mesh of generation",
+    "data_parallel_size": "the mesh of generation",
+    **dict.fromkeys(
+        (
+            "load_format",
+            "skip_tokenizer_init",
+            "generation_config",
+            "gpu_memory_utilization",
+            "enable_sleep_mode",
+            "logprobs_mode",
+            "distributed_executor_backend",
+            "additional_config",
+            "disable_log_stats",
+            "use_tqdm_on_load",
+        ),
+        "the service",
+    ),
+}
+"""Arguments of vLLM's engine that a table may not give, and what sets each."""
+
+
 class VllmTable(Strict):
-    """Sizes of the rollout engine vllm; docs/rollout.md has its requirements and limits."""
+    """Options of the rollout engine vllm; docs/rollout.md has its requirements and limits."""
 
     kv_cache_gb: float = Field(default=1.0, gt=0)
     """Size of each rank's KV cache, in GiB. Rows that do not fit wait until others are finished."""
     max_num_seqs: Positive = 256
     """Maximum number of rows that a rank generates at the same time."""
     max_model_len: int = Field(default=0, ge=0)
-    """Maximum length of a prompt and its response together, in tokens; the KV cache must hold one such row. 0: the
-    number of positions of the model."""
+    """Maximum length of a prompt and its response together, in tokens; the KV cache must hold one such row. 0:
+    `data.max_prompt_tokens` and `rollout.max_response_tokens` together, or, where the former is not set, the number of
+    positions of the model."""
     enforce_eager: bool | None = None
     """Runs the model in eager mode. false lets vLLM compile it and, on a GPU, capture CUDA graphs: a slower start and
     faster steps. Not given: true on a CPU, false on a GPU; the Describe RPC says which."""
+    engine_args: dict[str, Any] = {}
+    """Further arguments of vLLM's engine, by the names of vLLM's EngineArgs, for example
+    `engine_args.max_num_batched_tokens = 8192`; as they are, without a check of what they do to weights that are
+    replaced after each update."""
+
+    @field_validator("engine_args")
+    @classmethod
+    def _check_engine_args(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for key in given:
+            if key in SET_FOR_VLLM:
+                raise ValueError(f"{key} is set by {SET_FOR_VLLM[key]}, and cannot be given here")
+        return given
 
 
 @dataclass(frozen=True, kw_only=True)

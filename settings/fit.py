@@ -9,10 +9,13 @@ from typing import Any
 from rlhf.errors import ConfigError
 from settings import meshes
 from settings.actor import ActorTable
+from settings.generation import GeneratingTable
 from settings.model import LoadedModelTable, ModelTable
 from settings.rollout import RolloutServiceTable
 from settings.service import ServiceTable
 
+VLLM = "vllm"
+"""Name of the rollout engine whose KV cache has a fixed size."""
 POSITIONS = "max_position_embeddings"
 """Key of a config.json: maximum number of tokens of a row."""
 
@@ -41,6 +44,22 @@ def check_model_fits(name: str, table: ServiceTable, response_tokens: int = 0) -
         )
     if isinstance(table, ModelTable | RolloutServiceTable):
         _check_meshes(name, table, shape)
+
+
+def sized_for_rows(table: ServiceTable, row_tokens: int) -> ServiceTable:
+    """Returns the table with `vllm.max_model_len` where it is 0: the tokens of a row, at most the positions of the
+    model.
+
+    Args:
+        table: Table of any service, with a directory as model; returned as it is unless vLLM generates in it.
+        row_tokens: Most tokens of a prompt and its response together. 0: unknown; the table is returned as it is.
+    """
+    if not row_tokens or not isinstance(table, GeneratingTable) or table.rollout_engine != VLLM:
+        return table
+    if table.vllm.max_model_len:
+        return table
+    most = min(row_tokens, read_shape(table.model).get(POSITIONS, row_tokens))
+    return table.model_copy(update={"vllm": table.vllm.model_copy(update={"max_model_len": most})})
 
 
 def _check_meshes(name: str, table: ModelTable | RolloutServiceTable, shape: meshes.Shape) -> None:

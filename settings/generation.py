@@ -21,6 +21,9 @@ from settings.engines import (
 from settings.model import LoadedModelTable
 from settings.strict import Positive
 
+RESPONSE_TOKENS = 128
+"""Default of `rollout.max_response_tokens`."""
+
 
 class GeneratingTable(LoadedModelTable):
     """Settings common to services whose ranks generate responses."""
@@ -35,7 +38,7 @@ class GeneratingTable(LoadedModelTable):
     """For rollout engine hf: maximum number of tokens, padding included, in the batch that a rank generates, which
     bounds the size of its KV cache."""
     vllm: VllmTable = VllmTable()
-    """For rollout engine vllm: sizes of its KV cache and batches."""
+    """For rollout engine vllm: sizes of its KV cache and batches, and further arguments."""
 
     @property
     def rollout_spec(self) -> RolloutSpec:

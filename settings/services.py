@@ -12,6 +12,7 @@ from rlhf.errors import ConfigError
 from rlhf.plugins import PluginError, load_class, nearest
 from rlhf.roles import find_role
 from settings.explain import explain
+from settings.generation import RESPONSE_TOKENS
 from settings.losses import LOSSES
 from settings.service import ServiceTable
 from settings.strict import override, read_toml
@@ -89,6 +90,25 @@ def output_roots(path: Path, table: ServiceTable, settings: tuple[str, ...] = ()
     run = override(read_toml(path), settings).get("run", {})
     runs = run.get("directory", "runs") if isinstance(run, dict) else "runs"
     return tuple(root.resolve() for root in table.output_roots or (Path(runs),))
+
+
+def row_tokens(path: Path, settings: tuple[str, ...] = ()) -> int:
+    """Returns the most tokens of a prompt and its response together in the run that a config file describes, 0 where
+    `data.max_prompt_tokens` is not set.
+
+    Args:
+        path: The config file.
+        settings: Overrides "key.path=value" of the file's values.
+    """
+    tables = override(read_toml(path), settings)
+    data, rollout = (
+        table if isinstance(table := tables.get(key), dict) else {} for key in ("data", "rollout")
+    )
+    prompt = data.get("max_prompt_tokens", 0)
+    response = rollout.get("max_response_tokens", RESPONSE_TOKENS)
+    # The controller refuses other values.
+    are_sizes = all(isinstance(size, int) and size > 0 for size in (prompt, response))
+    return prompt + response if are_sizes else 0
 
 
 def named_losses(path: Path, settings: tuple[str, ...] = ()) -> frozenset[str]:

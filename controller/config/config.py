@@ -122,6 +122,12 @@ class Config(Strict):
         """Number of responses in the batch of one step."""
         return self.data.prompts_per_step * self.rollout.samples_per_prompt
 
+    @property
+    def row_tokens(self) -> int:
+        """Most tokens of a prompt and its response together; 0 where `data.max_prompt_tokens` is not set."""
+        prompt = self.data.max_prompt_tokens
+        return prompt + self.rollout.max_response_tokens if prompt else 0
+
     def mini_batches(self, rows: int) -> int:
         """Returns the number of mini-batches in one pass over a batch of `rows` rows: rows //
         algorithm.mini_batch_size, at least 1. The remaining rows are spread over the mini-batches."""

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from settings.engines import LOWEST_TEMPERATURE
+from settings.generation import RESPONSE_TOKENS
 from settings.strict import Positive, Seconds, Strict
 
 
@@ -35,7 +36,7 @@ class RolloutTable(Strict):
 
     samples_per_prompt: Positive = 1
     """Number of responses to each prompt."""
-    max_response_tokens: Positive = 128
+    max_response_tokens: Positive = RESPONSE_TOKENS
     """Maximum length of a response, in tokens."""
     temperature: float = Field(default=1.0, ge=LOWEST_TEMPERATURE)
     """Sampling temperature: divides the logits in sampling, and in the computation of log-probabilities."""

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rlhf.errors import ConfigError, InvalidRequest, Refused
 from rlhf.v1 import actor_pb2, rollout_pb2, worker_pb2
+from services.actor.colocated_rollout import ColocatedRollout
 from services.actor.losses import pretraining_loss, supervised_loss
 from services.actor.parity import DRIFT, drifting_rows, rollout_parity
 from services.actor.policy_update import policy_update, update_id
-from services.actor.rollout_check import verify_rollout
 from services.compute.heads import PolicyHead, PolicyOutput
 from services.compute.microbatch import MicroBatch
 from services.engines.base import LossFn, TrainEngine
@@ -28,14 +28,12 @@ from services.roles.log_probs import policy_head
 from services.roles.micro_batching import per_token
 from services.roles.model_worker import ModelWorker
 from services.roles.update_loss import LossTerm, UpdateLoss
+from services.rollout.base import RolloutSetup
 from services.rollout.factory import make_rollout
 from services.runtime.ranks import Ranks
 from services.runtime.worker import CallContext, CallResult, CallRows, register, require
 from services.weights.resharding import Resharding
 from settings.actor import ActorTable
-
-_NO_WEIGHTS = -1
-"""Stands for the policy version of a rollout engine that has no weights."""
 
 
 class ActorWorker(ModelWorker):
@@ -53,12 +51,14 @@ class ActorWorker(ModelWorker):
 
     def __init__(self, table: ActorTable, ranks: Ranks) -> None:
         super().__init__(table, ranks, load_causal_lm, table.optimizer)
-        self._generation_weights = _generation_weights(table, self.engine, ranks, self.torch_device)
-        shards = self._generation_weights.generation_shards
-        self.rollout = make_rollout(table, shards, ranks.mesh, self.torch_device)
+        weights = _generation_weights(table, self.engine, ranks, self.torch_device)
+        setup = RolloutSetup(weights.generation_shards, ranks.mesh, self.torch_device)
+        self.rollout = make_rollout(table, setup)
+        self.colocated = ColocatedRollout(
+            self.rollout, weights, ranks, lambda: self.policy_version, sleeps=table.rollout_sleep
+        )
         self._generator = SequenceGenerator(self, self.rollout, table.model)
         self._texts = self._generator.texts
-        self._rollout_version = _NO_WEIGHTS
 
     def describe(self) -> worker_pb2.DescribeResponse:
         answer = super().describe()
@@ -71,7 +71,8 @@ class ActorWorker(ModelWorker):
         self, rows: CallRows, request: actor_pb2.GenerateSequencesRequest, call: CallContext
     ) -> CallResult:
         """Implements GenerateSequences of both roles: generates one response per row with the current weights."""
-        return self._generator.generate_sequences(rows, request, call, lambda: self._update_rollout(call))
+        self.colocated.wake(call)
+        return self._generator.generate_sequences(rows, request, call, lambda: self.colocated.refresh(call))
 
     @register("ONE_TO_ALL", collective=False, instant=True)
     def load_weights(
@@ -183,51 +184,40 @@ class ActorWorker(ModelWorker):
 
         return self.update(rows, request.schedule, call, UpdateLoss(PolicyHead(), loss_for))
 
+    def make_room(self, call: CallContext) -> None:
+        self.colocated.rest(call)
+
     def start_over(self) -> None:
-        """Resets the worker as the base class does, and wakes the rollout engine, which loads weights at the next
+        """Resets the worker as the base class does, and onloads the rollout engine, which loads weights at the next
         generation."""
-        self._rollout_version = _NO_WEIGHTS
+        self.colocated.forget()
         super().start_over()
-        self.rollout.wake()
+        self.colocated.onload()
 
     @register("ONE_TO_ALL")
     def offload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         """Implements Offload: moves the states of training and rollout engine from a GPU to host memory."""
         self.ranks.agree(None, call.peers_deadline)
-        moved_bytes = self.engine.offload() + self.rollout.sleep()
-        if not self.rollout.keeps_weights:
-            self._rollout_version = _NO_WEIGHTS
+        moved_bytes = self.engine.offload() + self.colocated.offload()
         return CallResult(fields={"moved_bytes": moved_bytes})
 
     @register("ONE_TO_ALL")
     def onload(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         """Implements Onload: moves the states of training and rollout engine back to the GPU."""
         self.ranks.agree(None, call.peers_deadline)
-        return CallResult(fields={"moved_bytes": self.engine.onload() + self.rollout.wake()})
+        return CallResult(fields={"moved_bytes": self.engine.onload() + self.colocated.onload()})
 
     def load(self, directory: Path) -> None:
-        """Loads a checkpoint as the base class does, and wakes the rollout engine, which loads the new weights at the
+        """Loads a checkpoint as the base class does, and onloads the rollout engine, which loads the new weights at the
         next generation."""
-        self._rollout_version = _NO_WEIGHTS
+        self.colocated.forget()
         super().load(directory)
-        self.rollout.wake()
+        self.colocated.onload()
 
     def verify_copies(self, call: CallContext) -> None:
-        """Compares the weights of the rollout engine with those of the training engine, if both have the same policy
-        version and the rollout engine is awake on all ranks."""
-        is_apart = self._rollout_version != self.policy_version or self.rollout.is_asleep
-        if not any(self.ranks.total([is_apart], call.peers_deadline)):
-            verify_rollout(self.rollout, self._generation_weights, self.weight_check)
-
-    def _update_rollout(self, call: CallContext) -> None:
-        """Loads the training engine's weights into the rollout engine on all ranks if their policy versions differ on
-        any rank. Collective."""
-        is_outdated = self._rollout_version != self.policy_version
-        if not any(self.ranks.total([is_outdated], call.peers_deadline)):
-            return
-        self._rollout_version = _NO_WEIGHTS
-        self.rollout.load_weights(self._generation_weights.rollout_weights())
-        self._rollout_version = self.policy_version
+        """Compares the weights of the rollout engine with those of the training engine; see
+        `ColocatedRollout.verify`."""
+        self.colocated.verify(self.weight_check, call)
 
     def _pretraining(
         self, rows: CallRows, coefficient: float, call: CallContext
@@ -262,7 +252,7 @@ def _generation_weights(
     Raises:
         ConfigError: The model cannot be shared on the table's `generation_mesh`.
     """
-    if table.mesh or ranks.mesh.replica_size == 1:
+    if table.mesh or not table.generates or ranks.mesh.replica_size == 1:
         return engine
     try:
         return Resharding(engine, table.model, ranks.mesh, dtype=compute_dtype(table), device=device)

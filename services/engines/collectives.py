@@ -19,20 +19,19 @@ def stop_together(stop: bool) -> None:
     Args:
         stop: Whether this rank wants to stop.
     """
-    stopping = torch.tensor(stop, dtype=torch.int64)
-    dist.all_reduce(stopping)
-    if stopping:
+    if max_over_ranks(stop):
         raise known_to_all(InferenceStopped("inference was stopped between micro-batches"))
 
 
-def max_over_ranks(count: int) -> int:
-    """Returns the largest `count` that any rank passes. Collective.
+def max_over_ranks(count: int, group: dist.ProcessGroup | None = None) -> int:
+    """Returns the largest `count` that any rank of a group passes. Collective.
 
     Args:
         count: This rank's number.
+        group: Process group with a backend for host memory. Default: the default one, of all ranks.
     """
-    most = torch.tensor(count)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
+    most = torch.tensor(int(count))
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     return int(most)
 
 

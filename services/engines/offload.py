@@ -1,5 +1,5 @@
-"""Moves the storages of tensors to host memory and back. The tensor objects and their views remain, and can be used
-again afterwards.
+"""Moves the storages of tensors to host memory and back, or drops their values. The tensor objects and their views
+remain, and can be used again afterwards.
 
 Memory may run out at any allocation. So each direction first allocates everything, then copies everything, and frees
 the source last: a failure before that changes nothing. Copies between a GPU and host memory, which is pinned there, are
@@ -30,8 +30,7 @@ def copy_to_host(tensors: Iterable[Tensor]) -> list[OffloadedStorage]:
     Raises:
         RuntimeError: memory ran out.
     """
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel()}
-    offloaded = [OffloadedStorage(storage, _allocate(storage)) for storage in storages.values()]
+    offloaded = [OffloadedStorage(storage, _allocate(storage)) for storage in _storages(tensors)]
     for item in offloaded:
         item.host.copy_(item.storage, non_blocking=True)
     wait_for_copies(item.storage.device for item in offloaded)
@@ -61,6 +60,39 @@ def bring_back(offloaded: Sequence[OffloadedStorage]) -> None:
         raise
 
 
+@dataclass(frozen=True, eq=False)
+class DroppedStorage:
+    """A storage on the device that `drop` has freed, and the size in bytes that it had."""
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+
+
+def drop(tensors: Iterable[Tensor]) -> list[DroppedStorage]:
+    """Frees the storages of tensors, whose values are lost; returns them, one that several tensors share only once.
+    The tensors must not be read until `allocate_again` and until they have new values."""
+    dropped = [DroppedStorage(storage, storage.nbytes()) for storage in _storages(tensors)]
+    for item in dropped:
+        item.storage.resize_(0)
+    return dropped
+
+
+def allocate_again(dropped: Sequence[DroppedStorage]) -> int:
+    """Allocates the storages that `drop` has freed again, without values; returns their bytes.
+
+    Raises:
+        RuntimeError: memory ran out; the storages are still freed.
+    """
+    try:
+        for item in dropped:
+            _grow(item.storage, item.num_bytes)
+    except BaseException:
+        for item in dropped:
+            item.storage.resize_(0)
+        raise
+    return sum(item.num_bytes for item in dropped)
+
+
 def num_bytes(offloaded: Iterable[OffloadedStorage]) -> int:
     """Returns the total size of the storages in bytes."""
     return sum(item.host.nbytes() for item in offloaded)
@@ -72,6 +104,12 @@ def wait_for_copies(devices: Iterable[torch.device]) -> None:
     for device in set(devices):
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Returns the storages of tensors that have elements, each once."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel()}
+    return list(storages.values())
 
 
 def _allocate(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -28,7 +28,7 @@ class SnapshotMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._resting = 0
+        self._resting: int | None = None
         self._largest_step: int | None = None
         self._pinned: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -67,7 +67,10 @@ class SnapshotMemory:
 
     def stepped(self) -> None:
         """Notes the memory that a step has taken beside the state and its copy. Called after each step, also one that
-        has failed, as of memory that ran out."""
+        has failed, as of memory that ran out. What a step has taken before the first copy is not known: its peak
+        includes the state."""
+        if self._resting is None:
+            return
         taken = peak_allocated_bytes(self._device) - self._resting
         self._largest_step = max(taken, self._largest_step or 0)
 

@@ -48,7 +48,8 @@ def end_of_sequence_ids(directory: Path, tokenizer: int | None) -> tuple[int, ..
     try:
         generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except OSError:
-        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(directory))
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        generation = GenerationConfig.from_model_config(config)
     configured: Any = generation.eos_token_id
     given = configured if isinstance(configured, list) else [configured]
     return tuple(sorted({token for token in [*given, tokenizer] if token is not None}))

@@ -109,6 +109,10 @@ class ModelWorker(SendingWorker, LanguageWorker):
         with self._history.lost_if_out_of_step():
             return super().around(run)
 
+    def make_room(self, call: CallContext) -> None:
+        """Called on all ranks before the engine infers or trains in a call; frees memory of the device that the role
+        needs in other calls alone. May be collective. Default: does nothing."""
+
     def forward(self, sequences: Sequences, head: Head[Output], call: CallContext) -> list[Computed[Output]]:
         """Splits sequences into micro-batches and runs the model on them without gradients. Collective.
 
@@ -116,6 +120,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
             Each micro-batch, on the engine's device, with the output of `head` for it; an empty list on pipeline stages
             before the last.
         """
+        self.make_room(call)
         with self.ranks.together(call.peers_deadline):
             self.engine.check_onloaded()
             micro_batches = to_device(self._micro_batcher.split(sequences), self.engine.device)
@@ -146,6 +151,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
             loss: Loss to minimize.
             prepared_as: Argument `of` of the calls of `prepare` for this update. Default: there were none.
         """
+        self.make_room(call)
         first = NO_ROWS
         if prepared_as is not None:
             with self.ranks.together(call.peers_deadline):
@@ -175,6 +181,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
             num_rows: Number of rows of the update, over all ranks.
             of: Id of that update, by its place in the session, its loss, and the weights that it begins with.
         """
+        self.make_room(call)
         with self.ranks.together(call.peers_deadline):
             self.engine.check_onloaded()
             mine, num_first = plan_first(rows, schedule, call, self._micro_batcher, loss, num_rows)

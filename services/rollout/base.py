@@ -71,6 +71,23 @@ class SamplingOptions:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
 
+@dataclass(frozen=True)
+class RolloutSetup:
+    """Arguments of `RolloutEngine.create` that are not in the table of the service.
+
+    Args:
+        shards: the shards of the training engine that `load_weights` will be given. None: whole weights, or, in a
+            rollout service whose mesh has several ranks per replica (`mesh.replica_size`), shards by the layouts of
+            `services.engines.three_d.stage.layouts_of_directory`.
+        mesh: training and generation mesh of the service.
+        device: device of this rank.
+    """
+
+    shards: GenerationShards | None
+    mesh: Mesh
+    device: torch.device
+
+
 @dataclass(frozen=True, eq=False)
 class Generation:
     """Generated responses in the order of the prompts.
@@ -95,9 +112,10 @@ class RolloutEngine(ABC):
     Attributes:
         name: name of the engine in configurations and in Describe.
         limits: what the engine cannot do on this host, one sentence each, for Describe.
-        keeps_weights: whether `sleep` keeps the weights. If not, they must be loaded again before generation.
+        keeps_weights: whether `sleep` can keep the weights. If not, they must be loaded again before generation.
         ranks_together: number of ranks that generate the same rows together, each with a part of the model.
         max_positions: most tokens of a prompt and its response together; None for no limit.
+        positions_key: key of the configuration that sets `max_positions`, for messages; empty: the model does.
     """
 
     name: str
@@ -105,19 +123,12 @@ class RolloutEngine(ABC):
     keeps_weights: bool = True
     ranks_together: int = 1
     max_positions: int | None
+    positions_key: str = ""
     _is_asleep: bool = False
 
     @classmethod
     @abstractmethod
-    def create(
-        cls,
-        table: GeneratingTable,
-        options: Any,
-        *,
-        shards: GenerationShards | None,
-        mesh: Mesh,
-        device: torch.device,
-    ) -> Self:
+    def create(cls, table: GeneratingTable, options: Any, setup: RolloutSetup) -> Self:
         """Builds the rollout engine of an actor, or of a rollout service, which has no training engine. Its weights
         must be loaded (`load_weights`) before it generates. Collective.
 
@@ -125,11 +136,7 @@ class RolloutEngine(ABC):
             table: table of the service: `table.model` is the model's directory, and
                 `services.engines.implementation.compute_dtype` gives its type.
             options: the engine's own options, of the type that its spec (`settings.engines.RolloutSpec`) names.
-            shards: the shards of the training engine that `load_weights` will be given. None: whole weights, or, in a
-                rollout service whose mesh has several ranks per replica (`mesh.replica_size`), shards by the layouts
-                of `services.engines.three_d.stage.layouts_of_directory`.
-            mesh: training and generation mesh of the service.
-            device: device of this rank.
+            setup: shards, mesh and device.
 
         Raises:
             ValueError: the engine cannot run the model.
@@ -194,7 +201,7 @@ class RolloutEngine(ABC):
         """
         self.check_awake()
         lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-        check_lengths(lengths, sampling.max_new_tokens, self.max_positions)
+        check_lengths(lengths, sampling.max_new_tokens, self.max_positions, self.positions_key)
         self._check_request(lengths, sampling)
         try:
             return self._generate(prompts, sampling, row_seeds, Meter(self._agreed(should_stop), progress))
@@ -231,23 +238,30 @@ class RolloutEngine(ABC):
             meter: must be advanced at every decoding step.
         """
 
-    @abstractmethod
     def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         """Returns a function that returns True on all ranks that generate the same rows if `should_stop` returns True
-        on any of them. Its calls are collective over these ranks."""
+        on any of them. Its calls are collective over these ranks. Default: `should_stop` itself, for an engine whose
+        ranks generate alone."""
+        return should_stop
 
-    def sleep(self) -> int:
+    def sleep(self, *, keep_weights: bool = True) -> int:
         """Frees the engine's device memory until `wake`; returns the bytes freed, 0 if it is asleep already or has
-        none to free, as on a CPU. It is asleep afterwards in each case."""
+        none to free. It is asleep afterwards unless this raises.
+
+        Args:
+            keep_weights: whether the weights are needed after `wake`, as far as the attribute `keeps_weights` allows,
+                so that they are moved to host memory. False: they are loaded again, and may be dropped.
+        """
         if self._is_asleep:
             return 0
-        freed = self._free_memory()
+        freed = self._free_memory() if keep_weights else self._drop_memory()
         self._is_asleep = True
         return freed
 
     def wake(self) -> int:
         """Allocates the memory that `sleep` freed; returns the bytes allocated, 0 if the engine is awake. The weights
-        are as before `sleep` if `keeps_weights`, otherwise undefined until they are loaded."""
+        are as before if `sleep` was to keep them and `keeps_weights` is True, otherwise undefined until they are
+        loaded. The engine is awake afterwards unless this raises."""
         if not self._is_asleep:
             return 0
         taken = self._take_memory()
@@ -257,6 +271,11 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _free_memory(self) -> int:
         """Implements `sleep`, on an engine that is awake; returns the bytes freed."""
+
+    def _drop_memory(self) -> int:
+        """Implements `sleep(keep_weights=False)`, on an engine that is awake; returns the bytes freed. Default: as
+        `_free_memory`."""
+        return self._free_memory()
 
     @abstractmethod
     def _take_memory(self) -> int:
@@ -292,13 +311,14 @@ class Meter:
         self._progress(self._rows, self._tokens)
 
 
-def check_lengths(lengths: np.ndarray, max_new_tokens: int, limit: int | None) -> None:
+def check_lengths(lengths: np.ndarray, max_new_tokens: int, limit: int | None, key: str = "") -> None:
     """Checks that prompts and their responses fit into the model's positions.
 
     Args:
         lengths: tokens of each prompt, [rows] int64.
         max_new_tokens: most tokens of a response.
         limit: most tokens of a prompt and its response; None for no limit.
+        key: key of the configuration that sets the limit. Default: the model does.
 
     Raises:
         ValueError: there are no prompts, one is empty, or one is too long together with its response.
@@ -311,7 +331,7 @@ def check_lengths(lengths: np.ndarray, max_new_tokens: int, limit: int | None) -
         row = lengths.argmax()
         raise ValueError(
             f"row {row} has {lengths[row]} prompt tokens, with {max_new_tokens} new ones more than the "
-            f"{limit} positions of the model"
+            f"{limit} positions of the model" + (f" ({key})" if key else "")
         )
 
 

@@ -10,7 +10,16 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from services.engines.base import HeldTensor
-from services.engines.offload import OffloadedStorage, bring_back, copy_to_host, free, num_bytes
+from services.engines.offload import (
+    DroppedStorage,
+    OffloadedStorage,
+    allocate_again,
+    bring_back,
+    copy_to_host,
+    drop,
+    free,
+    num_bytes,
+)
 from services.rollout.base import SamplingOptions, check_names
 from services.rollout.sampling import choose
 
@@ -30,6 +39,7 @@ class Decoder(ABC):
     keeps_weights: bool = True
     ranks_together: int = 1
     _offloaded: Sequence[OffloadedStorage] = ()
+    _dropped: Sequence[DroppedStorage] = ()
 
     @abstractmethod
     def new_cache(self) -> DynamicCache:
@@ -61,14 +71,15 @@ class Decoder(ABC):
         """Yields the weights on this rank; see `RolloutEngine.held`."""
 
     @abstractmethod
-    def sleep(self) -> int:
+    def sleep(self, *, keep_weights: bool = True) -> int:
         """Frees the device memory of the weights until `wake`, on a decoder that is awake; returns the bytes freed, 0
-        if there are none to free, as on a CPU."""
+        if there are none to free. Argument as that of `RolloutEngine.sleep`; weights that are kept on a CPU stay where
+        they are."""
 
     @abstractmethod
     def wake(self) -> int:
         """Allocates the memory that `sleep` freed; returns the bytes allocated, 0 if `load_weights` brings the memory
-        or `sleep` freed none. The weights are as before if `keeps_weights`."""
+        or `sleep` freed none. The weights are as before if `sleep` kept them."""
 
     def choose(
         self, logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor
@@ -93,6 +104,16 @@ class Decoder(ABC):
         """Moves what `_leave_device` has moved back to the device; returns the bytes moved, 0 if there are none."""
         bring_back(self._offloaded)
         taken, self._offloaded = num_bytes(self._offloaded), ()
+        return taken
+
+    def _drop(self, tensors: Iterable[Tensor]) -> int:
+        """Frees the memory of tensors, whose values are lost; returns its bytes."""
+        self._dropped = drop(tensors)
+        return sum(item.num_bytes for item in self._dropped)
+
+    def _allocate_dropped(self) -> int:
+        """Allocates what `_drop` has freed, without values; returns the bytes allocated, 0 if there are none."""
+        taken, self._dropped = allocate_again(self._dropped), ()
         return taken
 
 
@@ -131,11 +152,25 @@ class WholeDecoder(Decoder):
         for name, tensor in self._model.state_dict().items():
             yield HeldTensor(f"generation.{name}", "whole", tensor, learns=True)
 
-    def sleep(self) -> int:
-        """Moves the weights to host memory until `wake`; returns the bytes moved, 0 if they are on a CPU."""
+    def sleep(self, *, keep_weights: bool = True) -> int:
+        """Moves the weights to host memory until `wake`, or drops them; returns the bytes moved or dropped, 0 if they
+        are kept and on a CPU. Buffers that `load_weights` does not load are never dropped."""
+        if not keep_weights:
+            return self._drop(self._own_weights())
         if self.device.type == "cpu":
             return 0
         return self._leave_device([*self._model.parameters(), *self._model.buffers()])
 
     def wake(self) -> int:
-        return self._return_to_device()
+        return self._return_to_device() + self._allocate_dropped()
+
+    def _own_weights(self) -> list[Tensor]:
+        """Returns the tensors that `load_weights` loads. On a CPU transformers maps them from files: such a tensor gets
+        memory of its own, without values, since mapped memory cannot be freed and allocated again."""
+        names = self._model.state_dict().keys()
+        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
+        weights = [x for name, x in tensors if name in names]
+        for x in weights:
+            if not x.untyped_storage().resizable():
+                x.data = torch.empty_like(x)
+        return weights

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-
-from nccl_transfer.refs.mesh import Mesh
 from rlhf.errors import ConfigError
-from services.engines.generation_shards import GenerationShards
 from services.engines.implementation import implementation_of
-from services.rollout.base import RolloutEngine
+from services.rollout.base import RolloutEngine, RolloutSetup
 from settings.generation import GeneratingTable
 
 
-def make_rollout(
-    table: GeneratingTable, shards: GenerationShards | None, mesh: Mesh, device: torch.device
-) -> RolloutEngine:
+def make_rollout(table: GeneratingTable, setup: RolloutSetup) -> RolloutEngine:
     """Builds the rollout engine named by `table.rollout_engine`. Its weights must be loaded (`load_weights`) before
     it generates. Collective.
 
     Args:
         table: Table of the service.
-        shards: As in `RolloutEngine.create`.
-        mesh: Training and generation mesh of the service.
-        device: Device of this rank.
+        setup: Shards, mesh and device.
 
     Raises:
         ConfigError: The engine's libraries are not installed, it cannot be imported, or it cannot run the model.
@@ -31,6 +23,6 @@ def make_rollout(
     implementation = implementation_of("rollout_engine", name, spec, RolloutEngine)
     options = spec.options.model_validate(getattr(table, spec.options_key))
     try:
-        return implementation.create(table, options, shards=shards, mesh=mesh, device=device)
+        return implementation.create(table, options, setup)
     except ValueError as error:
         raise ConfigError(f"rollout_engine {name}: {error}") from error

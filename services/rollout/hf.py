@@ -17,17 +17,16 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from nccl_transfer.refs.columns import Jagged
-from nccl_transfer.refs.mesh import Mesh
 from services.compute.copies import copy_together
 from services.compute.splitting import cut
 from services.engines.base import HeldTensor
-from services.engines.generation_shards import GenerationShards
 from services.engines.implementation import compute_dtype
 from services.models.families import load_causal_lm
 from services.rollout.base import (
     Generation,
     Meter,
     RolloutEngine,
+    RolloutSetup,
     SamplingOptions,
 )
 from services.rollout.decoder import Decoder, WholeDecoder
@@ -64,23 +63,15 @@ class HFRollout(RolloutEngine):
             )
 
     @classmethod
-    def create(
-        cls,
-        table: GeneratingTable,
-        options: Any,
-        *,
-        shards: GenerationShards | None,
-        mesh: Mesh,
-        device: torch.device,
-    ) -> Self:
+    def create(cls, table: GeneratingTable, options: Any, setup: RolloutSetup) -> Self:
         """Builds the engine on a `ShardedDecoder` if weights come in shards, otherwise on a whole model from
         `table.model`. Collective in the former case."""
         dtype = compute_dtype(table)
-        if shards is not None or mesh.replica_size > 1:
-            decoder = ShardedDecoder(table.model, mesh, shards, dtype=dtype, device=device)
+        if setup.shards is not None or setup.mesh.replica_size > 1:
+            decoder = ShardedDecoder(table.model, setup.mesh, setup.shards, dtype=dtype, device=setup.device)
             return cls(decoder, token_budget=table.rollout_tokens)
         model: Any = load_causal_lm(table.model, dtype)
-        return cls(model.to(device), token_budget=table.rollout_tokens)
+        return cls(model.to(setup.device), token_budget=table.rollout_tokens)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._decoder.load_weights(weights)
@@ -115,6 +106,9 @@ class HFRollout(RolloutEngine):
 
     def _free_memory(self) -> int:
         return self._decoder.sleep()
+
+    def _drop_memory(self) -> int:
+        return self._decoder.sleep(keep_weights=False)
 
     def _take_memory(self) -> int:
         return self._decoder.wake()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from nccl_transfer.refs.mesh import Mesh
 from rlhf.errors import Refused
-from services.engines.generation_shards import GenerationShards
-from services.rollout.base import Generation, Meter, RolloutEngine, SamplingOptions
+from services.rollout.base import Generation, Meter, RolloutEngine, RolloutSetup, SamplingOptions
 from settings.generation import GeneratingTable
 
 
@@ -24,15 +21,7 @@ class NoRollout(RolloutEngine):
     max_positions = None
 
     @classmethod
-    def create(
-        cls,
-        table: GeneratingTable,
-        options: Any,
-        *,
-        shards: GenerationShards | None,
-        mesh: Mesh,
-        device: torch.device,
-    ) -> Self:
+    def create(cls, table: GeneratingTable, options: Any, setup: RolloutSetup) -> Self:
         return cls()
 
     def check_awake(self) -> None:
@@ -48,9 +37,6 @@ class NoRollout(RolloutEngine):
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, row_seeds: np.ndarray, meter: Meter
     ) -> Generation:
         raise AssertionError("generate checks first")
-
-    def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        return should_stop
 
     def _free_memory(self) -> int:
         return 0

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from nccl_transfer.refs.mesh import Mesh
 from services.engines.base import HeldTensor
+from services.engines.collectives import max_over_ranks
 from services.engines.generation_shards import GenerationShards
 from services.engines.three_d.groups import MeshGroups
 from services.engines.three_d.stage import ModelStage
@@ -104,12 +105,7 @@ class ShardedDecoder(Decoder):
         if self._replica.size() == 1:
             return should_stop
 
-        def agreed() -> bool:
-            wants = torch.tensor(should_stop(), dtype=torch.int32)  # in host memory: over gloo
-            dist.all_reduce(wants, dist.ReduceOp.MAX, group=self._replica)
-            return bool(wants)
-
-        return agreed
+        return lambda: bool(max_over_ranks(should_stop(), self._replica))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces this rank's generation shards. Tensors are not copied: each becomes the memory of its parameter.
@@ -131,10 +127,10 @@ class ShardedDecoder(Decoder):
         for name, parameter in self._stage.parameters.items():
             yield HeldTensor(f"generation.{name}", place, parameter.detach(), learns=True)
 
-    def sleep(self) -> int:
+    def sleep(self, *, keep_weights: bool = True) -> int:
         """Frees the gathered weights and returns their bytes; does nothing and returns 0 if the weights are views of
         permanent buffers, which belong to the training engine. Without a training engine, moves them to host memory,
-        unless they are on a CPU."""
+        unless they are on a CPU. `keep_weights` changes nothing: what is gathered is never kept, and the rest is."""
         if self._shards is None and self.device.type != "cpu":
             return self._leave_device(self._stage.parameters.values())
         if self.keeps_weights:

@@ -17,13 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nccl_transfer.refs.mesh import Mesh
 from rlhf.errors import OutOfStep
 from services.engines.base import HeldTensor
-from services.engines.generation_shards import GenerationShards
+from services.engines.collectives import max_over_ranks
 from services.engines.implementation import compute_dtype
+from services.engines.offload import DroppedStorage, allocate_again, drop
 from services.engines.three_d.stage import layouts_of_directory
-from services.rollout.base import Generation, Meter, RolloutEngine, SamplingOptions, check_names
+from services.rollout.base import (
+    Generation,
+    Meter,
+    RolloutEngine,
+    RolloutSetup,
+    SamplingOptions,
+    check_names,
+)
 from services.rollout.stops import StopMatcher
 from services.rollout.vllm_engine import get_tp_group, runs_eagerly, start_engine  # pyright: ignore[reportAttributeAccessIssue] - without vLLM
 from services.rollout.vllm_requests import check_temperature, generation_of, parameters
@@ -47,6 +54,8 @@ class VLLMRollout(RolloutEngine):
     """
 
     name = "vllm"
+    positions_key = "vllm.max_model_len"
+    _dropped: Sequence[DroppedStorage] = ()
 
     def __init__(
         self,
@@ -63,7 +72,9 @@ class VLLMRollout(RolloutEngine):
         self._tensor_parallel, self._layouts = tensor_parallel, layouts
         self.ranks_together = tensor_parallel
         if not self._on_gpu:
-            self.limits = ("rollout engine vllm: Offload frees nothing, vLLM does not sleep on a CPU",)
+            self.limits = (
+                "rollout engine vllm: sleep and Offload free the KV cache alone, vLLM does not sleep on a CPU",
+            )
         elif runs_eagerly(table):
             self.limits = ("rollout engine vllm: eager mode, without CUDA graphs: vllm.enforce_eager = true",)
         self._engine = start_engine(
@@ -72,15 +83,8 @@ class VLLMRollout(RolloutEngine):
         self.max_positions: int = self._engine.vllm_config.model_config.max_model_len
 
     @classmethod
-    def create(
-        cls,
-        table: GeneratingTable,
-        options: VllmTable,
-        *,
-        shards: GenerationShards | None,
-        mesh: Mesh,
-        device: torch.device,
-    ) -> Self:
+    def create(cls, table: GeneratingTable, options: VllmTable, setup: RolloutSetup) -> Self:
+        shards, mesh = setup.shards, setup.mesh
         layouts = shards.layouts if shards is not None else None
         if layouts is None and mesh.replica_size > 1:
             layouts = layouts_of_directory(table.model, pipeline=1, tensor=mesh.generation_tensor)
@@ -143,7 +147,6 @@ class VLLMRollout(RolloutEngine):
         try:
             return generation_of(completions)
         except FloatingPointError:
-            # Attention multiplies masked values by zero, and zero times nan is nan: it would spread to every later row.
             self._engine.collective_rpc(_zero_kv_cache)
             raise
 
@@ -186,29 +189,39 @@ class VLLMRollout(RolloutEngine):
         if self._tensor_parallel == 1:
             return should_stop
 
-        def agreed() -> bool:
-            wants = torch.tensor(should_stop(), dtype=torch.int32)
-            dist.all_reduce(wants, dist.ReduceOp.MAX, group=get_tp_group().cpu_group)
-            return bool(wants)
-
-        return agreed
+        return lambda: bool(max_over_ranks(should_stop(), get_tp_group().cpu_group))
 
     def _free_memory(self) -> int:
-        return self._changed(lambda: self._engine.sleep(level=1))
+        return self._sleep(level=1)
+
+    def _drop_memory(self) -> int:
+        return self._sleep(level=2)
+
+    def _sleep(self, level: int) -> int:
+        """Drops the KV cache, and moves the weights to host memory (vLLM's sleep level 1) or drops them too (level 2).
+        On a CPU, where vLLM does not sleep and has repacked most weights, these stay. Returns the bytes freed."""
+        if self._on_gpu:
+            return self._changed(lambda: self._engine.sleep(level=level))
+        (self._dropped,) = self._engine.collective_rpc(_drop_kv_cache)
+        return sum(item.num_bytes for item in self._dropped)
 
     def _take_memory(self) -> int:
-        return self._changed(self._engine.wake_up)
+        if self._on_gpu:
+            # vLLM has an allocator of its own, for which memory in torch's cache is not free.
+            torch.cuda.empty_cache()
+            taken = self._changed(self._engine.wake_up)
+        else:
+            taken, self._dropped = allocate_again(self._dropped), ()
+        self._engine.collective_rpc(_zero_kv_cache)
+        return taken
 
     def _changed(self, change: Callable[[], object]) -> int:
-        """Calls `change`; returns the bytes of device memory that it freed or allocated. On a CPU, where vLLM cannot
-        sleep, does not call it and returns 0.
+        """Calls `change`; returns the bytes of device memory that it freed or allocated.
 
         Raises:
             OutOfStep: It failed. vLLM frees and allocates its memory piece by piece and cannot undo that, so the
                 process has to exit.
         """
-        if not self._on_gpu:
-            return 0
         free, _ = torch.cuda.mem_get_info()
         try:
             change()
@@ -224,8 +237,14 @@ def _model_tensors(worker: Any) -> dict[str, Tensor]:
     return dict(worker.model_runner.get_model().state_dict())
 
 
+def _drop_kv_cache(worker: Any) -> list[DroppedStorage]:
+    """Frees the KV cache of a vLLM worker and returns its storages; run by vLLM's `collective_rpc`."""
+    return drop(worker.model_runner.kv_caches)
+
+
 def _zero_kv_cache(worker: Any) -> None:
-    """Fills the KV cache of a vLLM worker with zeros; run by vLLM's `collective_rpc`."""
+    """Fills the KV cache of a vLLM worker with zeros; run by vLLM's `collective_rpc`. Attention multiplies masked
+    values by zero, and zero times nan, which memory without values may have, is nan."""
     for cache in worker.model_runner.kv_caches:
         cache.zero_()
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rlhf.plugins import nearest
 from settings.engines import VllmTable
 
 # Set before the import, which reads some of them: the engine runs in this process and on its threads, logs through its
@@ -73,8 +76,10 @@ def start_engine(
         tensor_parallel: number of ranks that share a model by tensor parallelism, tg of the generation mesh.
 
     Raises:
-        ValueError: vLLM cannot run the model, or not in the memory that it is given.
+        ValueError: vLLM cannot run the model, or not in the memory that it is given, or has no argument of a name in
+            `engine_args`.
     """
+    _check_names(table.engine_args)
     # vLLM's type annotations omit values that it accepts: names of dtypes, and None for the model's own length.
     dtype_name: Any = str(dtype).removeprefix("torch.")
     max_model_len: Any = table.max_model_len or None
@@ -97,6 +102,7 @@ def start_engine(
         additional_config={"identity": identity},
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        **table.engine_args,
     )
     # A process killed during its start may have left some.
     _unlink_shared_memory(identity)
@@ -111,6 +117,14 @@ def start_engine(
         torch.set_num_threads = set_num_threads
     _unlink_shared_memory(identity)
     return engine
+
+
+def _check_names(given: Iterable[str]) -> None:
+    """Raises ValueError if a name is not one of the arguments of vLLM's engine."""
+    known = [field.name for field in fields(EngineArgs)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"vllm.engine_args.{name}: vLLM has no such argument{nearest(name, known)}")
 
 
 def runs_eagerly(table: VllmTable) -> bool:

@@ -14,6 +14,7 @@ from services.engines.implementation import compute_dtype
 from services.generation.generator import SequenceGenerator
 from services.models.tokenizers import check_vocabulary
 from services.roles.receiving_worker import ReceivingWorker
+from services.rollout.base import RolloutSetup
 from services.rollout.factory import make_rollout
 from services.rollout_service.inbox import WeightInbox
 from services.runtime.ranks import Ranks
@@ -47,7 +48,7 @@ class RolloutWorker(ReceivingWorker):
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: {error}") from error
         self.longest_row = min([config.max_position_embeddings, *table.row_limits.values()])
-        self.rollout = make_rollout(table, None, ranks.mesh, self.torch_device)
+        self.rollout = make_rollout(table, RolloutSetup(None, ranks.mesh, self.torch_device))
         self._generator = SequenceGenerator(self, self.rollout, table.model)
         self.inbox = WeightInbox(self.rollout, self._wanted, second_buffer=table.second_buffer)
         if table.second_buffer:

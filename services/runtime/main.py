@@ -32,13 +32,13 @@ from services.runtime.server import RankServer
 from services.runtime.worker import Worker
 from settings import meshes
 from settings.actor import ActorTable
-from settings.fit import check_model_fits
+from settings.fit import check_model_fits, sized_for_rows
 from settings.hub import fetch, hub_model
 from settings.model import ModelTable
 from settings.rollout import RolloutServiceTable
 from settings.security import load_security
 from settings.service import ServiceTable
-from settings.services import load_service, named_losses, output_roots
+from settings.services import load_service, named_losses, output_roots, row_tokens
 
 PR_SET_PDEATHSIG = 1
 
@@ -89,7 +89,7 @@ def command(spec: RoleSpec) -> click.Command:
             _warn_of_open_store()
             table = load_service(config, name, settings)
             security.adopt(load_security(config, settings))
-            local = _with_local_model(table, name)
+            local = sized_for_rows(_with_local_model(table, name), row_tokens(config, settings))
             _check(local, spec.name, name)
             roots, losses = output_roots(config, table, settings), named_losses(config, settings)
             _serve(local, name, spec.worker, roots, losses, given=table)

@@ -28,7 +28,7 @@ from services.engines.sharded import ShardedEngine
 from services.models.export import tensors_sha256
 from services.models.families import load_causal_lm
 from services.roles.engine_factory import make_engine
-from services.rollout.base import RolloutEngine
+from services.rollout.base import RolloutEngine, RolloutSetup
 from services.rollout.factory import make_rollout
 from services.storage.checkpoint import WeightShard, read_shards
 from services.testing.begun_gradients import BegunGradients
@@ -189,7 +189,7 @@ class EngineNumbers:
 
     def make_rollout(self, engine: TrainEngine, directory: Path, device: torch.device) -> RolloutEngine:
         """Returns a rollout engine for a training engine, built as the actor builds it; it has no weights yet."""
-        return make_rollout(self.table(directory), engine.generation_shards, Mesh(), device)
+        return make_rollout(self.table(directory), RolloutSetup(engine.generation_shards, Mesh(), device))
 
     def can_offload(self, engine: TrainEngine) -> bool:
         """Returns whether tests can move the engine's tensors with `take_off`."""

@@ -29,7 +29,13 @@ from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
 from services.models.families import load_causal_lm
 from services.roles.engine_factory import make_engine
 from services.roles.loss_options import PolicyLossOptions
-from services.rollout.base import Generation, GenerationStopped, RolloutEngine, SamplingOptions
+from services.rollout.base import (
+    Generation,
+    GenerationStopped,
+    RolloutEngine,
+    RolloutSetup,
+    SamplingOptions,
+)
 from services.rollout.factory import make_rollout
 from services.rollout.sampling import log_distribution, row_seeds
 from services.rollout.stops import StopStrings
@@ -200,7 +206,7 @@ class RolloutResponses:
         if package and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
         trained = make_engine(table, EngineSetup(load_causal_lm, Mesh(), CPU, OptimizerOptions()))
-        return make_rollout(table, trained.generation_shards, Mesh(), CPU)
+        return make_rollout(table, RolloutSetup(trained.generation_shards, Mesh(), CPU))
 
     @pytest.fixture
     def engine(self, started: RolloutEngine, model: PreTrainedModel) -> RolloutEngine:
@@ -443,13 +449,18 @@ class RolloutContract(RolloutResponses):
         with pytest.raises(FloatingPointError, match="not finite"):
             engine.generate(PROMPTS, self.sampled, SEEDS)
 
-    def test_an_engine_that_sleeps_generates_nothing_until_it_wakes(self, engine: RolloutEngine) -> None:
+    @pytest.mark.parametrize("keep_weights", [True, False], ids=["keeps weights", "drops weights"])
+    def test_an_engine_that_sleeps_generates_nothing_until_it_wakes(
+        self, keep_weights: bool, engine: RolloutEngine, model: PreTrainedModel
+    ) -> None:
         expected = engine.generate(PROMPTS, self.sampled, SEEDS)
-        freed = engine.sleep()
+        freed = engine.sleep(keep_weights=keep_weights)
         with pytest.raises(EngineOffloaded, match="asleep"):
             engine.generate(PROMPTS, self.sampled, SEEDS)
         assert engine.wake() == freed
         assert freed or any("Offload frees nothing" in limit for limit in engine.limits)
+        if not (keep_weights and engine.keeps_weights):
+            engine.load_weights(model.state_dict().items())
         assert same(expected, engine.generate(PROMPTS, self.sampled, SEEDS))
 
     @pytest.mark.parametrize("adapters", [None, AdapterOptions()], ids=["weights learn", "adapters learn"])

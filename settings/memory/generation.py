@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from settings.memory.activations import in_forward_of_layer
-from settings.memory.shape import VOCABULARY_MULTIPLE, WeightSize
+from settings.memory.shape import VOCABULARY_MULTIPLE, ModelShape, WeightSize
 from settings.memory.shards import cut_shape
 from settings.memory.use import FLOAT32, ModelUse, RolloutUse, RowSizes
 
@@ -43,7 +43,13 @@ def cache_bytes(use: ModelUse, rows: RowSizes) -> int:
 
 def _cache_of_layer(use: ModelUse, rows: RowSizes) -> int:
     tokens = rows_together(use, rows) * (rows.prompt_tokens + rows.response_tokens)
-    return tokens * (2 * use.shape.key // _rollout(use).tensor) * use.itemsize
+    return tokens * cache_bytes_per_token(use.shape, _rollout(use).tensor, use.itemsize) // use.shape.layers
+
+
+def cache_bytes_per_token(shape: ModelShape, tensor: int, itemsize: int) -> int:
+    """Returns the bytes of the keys and values of one token in all layers, on each of `tensor` ranks that share the
+    model by tensor parallelism, with elements of `itemsize` bytes."""
+    return shape.layers * (2 * shape.key // tensor) * itemsize
 
 
 def decoding_bytes(use: ModelUse, rows: RowSizes) -> int:
@@ -72,6 +78,17 @@ def vllm_workspace(use: ModelUse) -> int:
     tensor = _rollout(use).tensor
     layer = (2 * use.shape.hidden + 3 * use.shape.intermediate // tensor) * use.itemsize
     return VLLM_BATCHED_TOKENS * layer + 256 * use.shape.vocabulary * 2 * FLOAT32
+
+
+def freed_by_sleep(use: ModelUse) -> frozenset[str]:
+    """Returns the components of what a rank always holds that its rollout engine frees while the actor trains and
+    infers: the KV cache, and generation weights that are no part of the training engine's memory. On a CPU vLLM keeps
+    its weights, which it has repacked."""
+    rollout = use.rollout
+    if rollout is None or not rollout.sleeps:
+        return frozenset()
+    keeps_weights = rollout.in_place or (rollout.engine == "vllm" and not use.on_gpu)
+    return frozenset({"KV cache"} if keeps_weights else {"KV cache", "generation weights"})
 
 
 def resharding_bytes(use: ModelUse) -> int:

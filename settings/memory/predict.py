@@ -12,6 +12,7 @@ from settings.memory.activations import token_counts
 from settings.memory.generation import (
     cache_bytes,
     decoding_bytes,
+    freed_by_sleep,
     merged_bytes,
     resharding_bytes,
     vllm_workspace,
@@ -113,14 +114,15 @@ def predict_rank(use: ModelUse, rows: RowSizes, stage: int) -> dict[StageName, F
         merged = use.adapters is not None and rollout.is_shared
         copies = {"merged weights": merged_bytes(use)} if merged else NOTHING
         found["transition"], found["generation"] = footprint(transition, copies), footprint(generation)
-    found["forward"] = footprint(_forward(use, counts, stage))
+    asleep = dict.fromkeys(freed_by_sleep(use), 0)
+    found["forward"] = footprint({**_forward(use, counts, stage), **asleep})
     if use.learns:
         largest = max(update_moments(use, counts, stage), key=lambda moment: moment.total)
         # Where nothing can fail between steps, one step needs no way back.
         is_atomic = rows.mini_batches == 1 and use.engine != "zero" and not use.scores_with_copy
         copies = {"weights staged for the copy": _copy_bytes(use)} if use.scores_with_copy else {}
         found["update"] = footprint(
-            {**largest.parts, **copies}, {"snapshot before the update": 0 if is_atomic else held}
+            {**largest.parts, **copies, **asleep}, {"snapshot before the update": 0 if is_atomic else held}
         )
         found["checkpoint"] = footprint({}, {"copy for the checkpoint": held})
     return found

@@ -158,6 +158,7 @@ def _rollout_use(table: ActorTable, truncates: bool, generates: bool) -> Rollout
         cache_bytes=int(table.vllm.kv_cache_gb * GIB),
         truncates=truncates,
         generates=generates,
+        sleeps=table.rollout_sleep,
     )
 
 

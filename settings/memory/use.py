@@ -51,6 +51,7 @@ class RolloutUse:
         cache_bytes: For vllm: bytes of the KV cache, `kv_cache_gb`.
         truncates: Whether top_k or top_p truncate the distribution.
         generates: Whether it generates: an actor's does not where a rollout service does.
+        sleeps: Whether an actor's frees its memory while the actor trains and infers (`rollout_sleep`).
     """
 
     engine: str = "hf"
@@ -62,6 +63,7 @@ class RolloutUse:
     cache_bytes: int = 1 << 30
     truncates: bool = False
     generates: bool = True
+    sleeps: bool = False
 
     @property
     def is_shared(self) -> bool:

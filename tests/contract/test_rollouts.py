@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from services.rollout.base import SamplingOptions
+from services.rollout.base import RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.testing.rollouts import RolloutContract
 
@@ -20,9 +22,23 @@ needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm"
 )
 
+KV_CACHE_GB = 0.25
+
+
+def resident_bytes() -> int:
+    """Returns the bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
 
 class TestHF(RolloutContract):
     keys = {"rollout_engine": "hf", "rollout_tokens": 1000}
+
+    def test_weights_that_are_loaded_again_take_no_memory_in_between(
+        self, engine: RolloutEngine, model: PreTrainedModel
+    ) -> None:
+        assert engine.sleep(keep_weights=False) == sum(x.nbytes for x in model.parameters())
+        assert {each.tensor.untyped_storage().nbytes() for each in engine.held()} == {0}
+        engine.wake()
 
 
 class TestGreedy(RolloutContract):
@@ -35,7 +51,7 @@ class TestGreedy(RolloutContract):
 @needs_vllm
 @pytest.mark.slow
 class TestVLLM(RolloutContract):
-    keys = {"rollout_engine": "vllm", "vllm": {"kv_cache_gb": 0.25}}
+    keys = {"rollout_engine": "vllm", "vllm": {"kv_cache_gb": KV_CACHE_GB}}
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -44,6 +60,22 @@ class TestVLLM(RolloutContract):
 
         yield
         cleanup_dist_env_and_memory()
+
+    @pytest.mark.parametrize("keep_weights", [True, False])
+    def test_its_kv_cache_takes_no_memory_while_it_sleeps(
+        self, keep_weights: bool, engine: RolloutEngine
+    ) -> None:
+        """Of this process, as the kernel counts it: on a CPU, where vLLM itself does not sleep."""
+        size = int(KV_CACHE_GB * (1 << 30))
+        engine.sleep()
+        engine.wake()  # and so all pages are there
+        awake = resident_bytes()
+        freed = engine.sleep(keep_weights=keep_weights)
+        asleep = resident_bytes()
+        engine.wake()
+        assert 0.9 * size < freed <= size
+        assert awake - asleep > 0.9 * size
+        assert resident_bytes() - asleep > 0.9 * size
 
 
 def test_ranks_that_generate_together_refuse_a_prompt_too_long_for_the_cache_alike() -> None:

@@ -82,7 +82,9 @@ def resident_bytes() -> int:
     return sum({each.data_ptr(): each.nbytes() for each in found if each.resizable()}.values())
 
 
-def _sleep(decoder: Any) -> int:
+def _sleep(decoder: Any, *, keep_weights: bool = True) -> int:
+    if not keep_weights:
+        return decoder._drop(decoder._own_weights())
     return decoder._leave_device([*decoder._model.parameters(), *decoder._model.buffers()])
 
 

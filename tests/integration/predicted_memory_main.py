@@ -24,6 +24,7 @@ from services.engines.sharded import ShardedEngine
 from services.engines.three_d.engine import ThreeDParallelEngine
 from services.models.families import load_causal_lm, load_value_model
 from services.models.loading import load_on_meta
+from services.rollout.base import RolloutSetup
 from services.rollout.factory import make_rollout
 from services.values.inbox import EngineInbox
 from services.weights.resharding import Resharding
@@ -114,7 +115,7 @@ def measure_rollout_service(use: ModelUse, directory: Path) -> dict[str, int]:
     pipeline, tensor, data = use.mesh
     mesh = Mesh(pipeline, tensor, data, pipeline, tensor)
     rank, dtype = dist.get_rank(), getattr(torch, use.dtype)
-    engine = make_rollout(table, None, mesh, CPU)
+    engine = make_rollout(table, RolloutSetup(None, mesh, CPU))
     shards = weight_shards(directory, mesh, rank, dtype, CPU)
     wanted = shards if table.mesh else whole_weights(directory, dtype, CPU)
     buffer = wanted.allocate() if use.receives else {}

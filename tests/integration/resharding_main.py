@@ -36,6 +36,7 @@ from services.engines.agreement import PeerRankFailed
 from services.engines.base import EngineSetup, OptimizerOptions, TrainEngine
 from services.models.families import load_causal_lm
 from services.roles.engine_factory import make_engine
+from services.rollout.base import RolloutSetup
 from services.rollout.factory import make_rollout
 from services.rollout.hf import HFRollout
 from services.weights.resharding import Resharding
@@ -102,7 +103,7 @@ def run(keys: dict[str, Any], directory: Path, out: Path) -> dict[str, Any]:
         round_bytes=ROUND_BYTES,
         together_bytes=TOGETHER_BYTES,
     )
-    rollout = make_rollout(table, weights, mesh, CPU)
+    rollout = make_rollout(table, RolloutSetup(weights, mesh, CPU))
     assert isinstance(rollout, HFRollout)
     prompts = Jagged(
         torch.tensor([token for prompt in PROMPTS for token in prompt]),

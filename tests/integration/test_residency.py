@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,15 @@ class Device:
     def limited(self) -> Config:
         return self.config.model_copy(update={"device_memory_gb": self.tightest / GB})
 
+    def peak_of(self, service: str, method: str) -> int:
+        """Returns the most bytes that a rank of a service had on its device in calls of a method."""
+        lines = [
+            json.loads(line)
+            for path in self.directory.glob(f"{service}-*.jsonl")
+            for line in path.read_text().splitlines()
+        ]
+        return max(line["peak"] for line in lines if line["method"] == method)
+
     def most_bytes(self) -> int:
         """Forgets what ranks have noted, and returns the most bytes that they had at once on a device. Of a service
         with several ranks, the one counts that had most."""
@@ -86,6 +96,15 @@ def tightest(config: Config) -> int:
 
 @pytest.fixture(scope="module")
 def device(config: Config, task: Task, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
+    with serving(config, task, tmp_path_factory) as made:
+        yield made
+
+
+@contextmanager
+def serving(
+    config: Config, task: Task, tmp_path_factory: pytest.TempPathFactory, **actor: Any
+) -> Iterator[Device]:
+    """Services on one simulated device per rank; the actor's table has the further keys `actor`."""
     base: dict[str, Any] = {"model": task.model, "device": "cpu"}
     learner = {
         **base,
@@ -93,7 +112,7 @@ def device(config: Config, task: Task, tmp_path_factory: pytest.TempPathFactory)
         "output_roots": [tmp_path_factory.getbasetemp()],
     }
     tables: dict[str, dict[str, Any]] = {
-        "actor": {"role": "actor", "ranks": 2, **learner},
+        "actor": {"role": "actor", "ranks": 2, **learner, **actor},
         "critic": {"role": "critic", "ranks": 2, **learner},
         "reference": {"role": "reference", **base},
         "reward": {"role": "reward", "function": "toy_rewards:digit_mean"},
@@ -164,6 +183,26 @@ def test_services_take_turns_in_the_memory_of_a_device(device: Device, tmp_path:
     with pytest.raises(RlhfError, match=r"critic rank 1 .*Onload: OutOfMemoryError: tried to allocate"):
         executed(device.limited, tmp_path / "full")
     assert outcome(executed(device.limited, tmp_path / "again")) == outcome(free)
+
+
+@pytest.mark.slow
+def test_an_actor_trains_in_the_memory_that_it_generated_in(
+    config: Config, task: Task, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    outcomes, peaks, stages = [], [], []
+    for sleeps in (False, True):
+        with serving(config, task, tmp_path_factory, rollout_sleep=sleeps) as made:
+            outcomes.append(outcome(executed(made.config, tmp_path / f"sleeps-{sleeps}")))
+            peaks.append(made.peak_of("actor", "update_actor"))
+            stages.append(predict_memory(made.config, ["actor"], None).services["actor"].stages)
+    awake, asleep = stages
+    weights = awake["update"].device["generation weights"]
+    assert asleep["generation"].device["generation weights"] == weights
+    assert "generation weights" not in asleep["update"].device
+    assert outcomes[0] == outcomes[1]
+    assert weights > 1 << 20
+    # Tensors of calls before may be alive still, at most some rows of activations.
+    assert peaks[0] - peaks[1] > 0.85 * weights
 
 
 @pytest.mark.full

@@ -55,7 +55,8 @@ ACTORS: dict[str, dict[str, Any]] = {
         "ranks": 4,
         "mesh": "2-2-1",
         "generation_mesh": "1-2-2-1",
-        "vllm": SIZES,
+        "rollout_sleep": True,
+        "vllm": {**SIZES, "engine_args": {"max_num_batched_tokens": 2048}},
     },
 }
 OTHERS = ("critic", "reference", "reward")
@@ -72,8 +73,8 @@ def write(config: Config, path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def up(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """`actor` on two ranks that have rows of their own; `paired_actor`, which trains in stages and generates in pairs;
-    and the others."""
+    """`actor` on two ranks that have rows of their own; `paired_actor`, which trains in stages and generates in pairs,
+    and whose vLLM sleeps while it trains; and the others."""
     directory = tmp_path_factory.mktemp("vllm")
     tables = config.model_dump(mode="json", exclude_unset=True)
     services = {

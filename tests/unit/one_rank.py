@@ -46,8 +46,10 @@ OPTIMIZER = {"learning_rate": 1e-2, "eps": 1e-4}
 class OneRank:
     """An actor and a critic on one device, and the columns that they have returned."""
 
-    def __init__(self, directory: Path, log: Log | None = None, **keys: Any) -> None:
-        """On the pretend device if its log is given, else on the CPU; with further keys of both tables."""
+    def __init__(
+        self, directory: Path, log: Log | None = None, *, actor: dict[str, Any] | None = None, **keys: Any
+    ) -> None:
+        """On the pretend device if its log is given, else on the CPU; `actor` has further keys of the actor's table."""
 
         def table(role: str) -> dict[str, Any]:
             return {
@@ -60,7 +62,9 @@ class OneRank:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch_worker, "rank_device", lambda: DEVICE if log else torch.device("cpu"))
-            self.actor = ActorWorker(ActorTable.model_validate(table("actor")), Ranks(0, 1, 0))
+            self.actor = ActorWorker(
+                ActorTable.model_validate(table("actor") | (actor or {})), Ranks(0, 1, 0)
+            )
             self.critic = CriticWorker(CriticTable.model_validate(table("critic")), Ranks(0, 1, 0))
         device = (
             (DeviceArena(HostCuda("GPU-pretend"), 1 << 20), PretendTensors(log)) if log is not None else None

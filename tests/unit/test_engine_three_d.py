@@ -10,14 +10,17 @@ from transformers import Gemma2Config
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
+from rlhf.errors import ConfigError
 from services.compute.heads import PolicyHead, PolicyOutput
 from services.compute.microbatch import MicroBatch
 from services.compute.splitting import split
-from services.engines.base import InferenceStopped, OptimizerOptions
+from services.engines.base import EngineSetup, InferenceStopped, OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.offload import copy_to_host, num_bytes
 from services.engines.three_d.engine import ThreeDParallelEngine
-from services.models.families import load_causal_lm
+from services.models.families import load_causal_lm, load_scoring_model
+from services.models.loading import Load
+from settings.actor import ActorTable
 
 CPU = torch.device("cpu")
 HEAD = PolicyHead(temperature=1.7)
@@ -190,3 +193,27 @@ def test_a_model_of_another_family_is_refused(tmp_path: Path):
 def test_an_engine_without_optimizer_does_not_train(tiny_llama_dir: Path):
     with pytest.raises(RuntimeError, match="no optimizer"):
         ThreeDParallelEngine(tiny_llama_dir, Mesh(), CPU).step(micro_batches(), HEAD, loss)
+
+
+def created(directory: Path, load: Load = load_causal_lm, **keys: str) -> ThreeDParallelEngine:
+    table = {
+        "role": "actor",
+        "address": "127.0.0.1:1",
+        "model": directory,
+        "engine": "3d",
+        "mesh": "1-1-1",
+        **keys,
+    }
+    return ThreeDParallelEngine.create(
+        ActorTable.model_validate(table), None, EngineSetup(load, Mesh(), CPU, OPTIONS)
+    )
+
+
+def test_a_model_that_is_neither_a_language_model_nor_a_value_model_is_refused(tiny_llama_dir: Path):
+    with pytest.raises(ConfigError, match="engine 3d: has causal language models and value models alone"):
+        created(tiny_llama_dir, load_scoring_model)
+
+
+def test_generation_weights_are_gathered_for_an_actor_that_generates_alone(tiny_llama_dir: Path):
+    assert created(tiny_llama_dir).generation_shards is not None
+    assert created(tiny_llama_dir, rollout_engine="none").generation_shards is None

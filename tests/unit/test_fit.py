@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from click.testing import CliRunner
 
 from controller.cli import main
 from controller.config.config import Config, load
+from controller.config.rollout import RolloutTable
 from controller.foresight import check_models
 from deploy import preflight
 from rlhf.errors import ConfigError
-from settings.fit import check_model_fits, read_shape
+from settings.actor import ActorTable
+from settings.fit import check_model_fits, read_shape, sized_for_rows
 from settings.reward import RewardTable
-from settings.services import load_service
+from settings.services import load_service, row_tokens
 
 QUICKSTART = Path(__file__).parents[2] / "deploy/quickstart/quickstart.toml"
 SHAPE = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96}
@@ -108,6 +111,100 @@ def test_vllm_is_refused_where_heads_are_too_small(tmp_path: Path) -> None:
         ConfigError, match=r"services\.actor: .* at least 32 dimensions, and the model's have 8"
     ):
         check_model_fits("actor", config.services["actor"])
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
+"""A token takes 2 * 4 layers * 4 heads * 32 * 2 bytes = 2 KiB of KV cache in bfloat16."""
+
+
+def vllm(directory: Path, *keys: str, shape: object = LLAMA) -> Config:
+    engine = ("rollout_engine='vllm'", f"model='{model(directory, shape)}'", "dtype='bfloat16'")
+    services = [f"services.actor.{key}" for key in engine]
+    return load(QUICKSTART, (*services, *keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "tokens"),
+    [
+        (("data.max_prompt_tokens=1000", "rollout.max_response_tokens=24"), 1024),
+        (("services.actor.vllm.max_model_len=2048",), 2048),
+        (("data.max_prompt_tokens=9000", "services.actor.vllm.max_model_len=2048"), 2048),
+        (("data.max_prompt_tokens=0",), 131072),
+        (("data.max_prompt_tokens=200000",), 131072),
+    ],
+)
+def test_a_kv_cache_that_cannot_hold_a_row_is_refused_before_vllm_would(
+    keys: tuple[str, ...], tokens: int, tmp_path: Path
+) -> None:
+    enough = tokens / 2**19
+    check_models(vllm(tmp_path, *keys, f"services.actor.vllm.kv_cache_gb={enough}"))
+    too_small = vllm(tmp_path, *keys, f"services.actor.vllm.kv_cache_gb={0.99 * enough}")
+    with pytest.raises(
+        ConfigError,
+        match=rf"services\.actor\.vllm\.kv_cache_gb: .* cannot hold the KV cache of one row of {tokens} tokens",
+    ):
+        check_models(too_small)
+    if importlib.util.find_spec("vllm"):
+        with pytest.raises(ConfigError, match="cannot hold the KV cache of one row"):
+            preflight.check(too_small, ["actor"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "shape"),
+    [
+        (("services.actor.engine='3d'", "services.actor.ranks=4", "services.actor.mesh='1-4-1'"), LLAMA),
+        (("services.actor.vllm.engine_args.kv_cache_dtype='fp8'",), LLAMA),
+        ((), {**LLAMA, "model_type": "mistral", "sliding_window": 4096}),
+        ((), {**LLAMA, "model_type": "another"}),
+    ],
+    ids=["tensor ranks", "another type", "sliding window", "unknown model"],
+)
+def test_a_kv_cache_that_vllm_may_find_large_enough_passes(
+    keys: tuple[str, ...], shape: object, tmp_path: Path
+) -> None:
+    keys = (*keys, "data.max_prompt_tokens=0", "services.actor.vllm.kv_cache_gb=0.0625")
+    check_models(vllm(tmp_path, *keys, shape=shape))
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (("data.max_prompt_tokens=1000", "rollout.max_response_tokens=24"), 1024),
+        (("data.max_prompt_tokens=1000", "services.actor.vllm.max_model_len=2000"), 2000),
+        (("data.max_prompt_tokens=131072",), 131072),
+        (("data.max_prompt_tokens=0",), 0),
+        (("data.max_prompt_tokens='many'",), 0),
+    ],
+)
+def test_the_length_of_vllms_rows_is_that_of_the_run(
+    keys: tuple[str, ...], expected: int, tmp_path: Path
+) -> None:
+    settings = (
+        "services.actor.rollout_engine='vllm'",
+        f"services.actor.model='{model(tmp_path, LLAMA)}'",
+        *keys,
+    )
+    table = sized_for_rows(load_service(QUICKSTART, "actor", settings), row_tokens(QUICKSTART, settings))
+    assert isinstance(table, ActorTable)
+    assert table.vllm.max_model_len == expected
+
+
+def test_services_and_controller_agree_on_the_length_of_rows(tmp_path: Path) -> None:
+    prompt = "data.max_prompt_tokens=10"
+    for keys in ((), (prompt,), (prompt, "rollout.max_response_tokens=7")):
+        assert load(QUICKSTART, keys).row_tokens == row_tokens(QUICKSTART, keys)
+    path = tmp_path / "short.toml"
+    path.write_text("[data]\nmax_prompt_tokens = 5\n")
+    assert row_tokens(path) == 5 + RolloutTable().max_response_tokens
 
 
 @pytest.mark.parametrize("config", [None, [], {"num_attention_heads": None}])

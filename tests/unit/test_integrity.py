@@ -239,7 +239,7 @@ class TestVerifyWeights:
         table = {"role": "actor", "address": "127.0.0.1:1", "model": tiny_llama_dir}
         actor = ActorWorker(ActorTable.model_validate(table), Ranks(0, 1, 0))
         verify(actor)
-        actor._update_rollout(make_call())
+        actor.colocated.refresh(make_call())
         verify(actor)
         each = next(iter(actor.rollout.held()))
         flip(each.tensor)

@@ -19,7 +19,7 @@ from nccl_transfer.refs import weight_plans
 from services.weights import resharding
 from settings.memory import generation
 from settings.memory.generation import ROUND_BYTES, TOGETHER_BYTES
-from settings.memory.predict import predict
+from settings.memory.predict import Footprint, StageName, predict
 from settings.memory.services import service_use
 from settings.memory.use import RowSizes
 
@@ -205,6 +205,34 @@ def test_ranks_that_share_a_model_to_generate_hold_a_part_of_it(model: Path, eng
     assert whole / 4 < shard < 1.001 * whole / 4
     together = 2 * TOGETHER_BYTES if engine == "vllm" else 0
     assert buckets == 9 * (ROUND_BYTES // 8) + together < largest
+
+
+@pytest.mark.parametrize(
+    ("keys", "on_gpu", "freed"),
+    [
+        (("rollout_engine='hf'", "engine='fsdp'"), True, {"generation weights"}),
+        (("rollout_engine='hf'", "engine='fsdp'"), False, {"generation weights"}),
+        (("rollout_engine='vllm'", "engine='fsdp'"), True, {"generation weights", "KV cache"}),
+        (("rollout_engine='vllm'", "engine='fsdp'"), False, {"KV cache"}),
+        (("rollout_engine='vllm'", "engine='3d'", "mesh='1-8-1'"), True, {"generation weights", "KV cache"}),
+        (("rollout_engine='hf'", "engine='3d'", "mesh='1-8-1'", "generation_mesh='1-2-4-1'"), True, set()),
+    ],
+)
+def test_a_rollout_engine_that_sleeps_takes_no_memory_while_its_actor_computes(
+    keys: tuple[str, ...], on_gpu: bool, freed: set[str], model: Path
+) -> None:
+    def stages(*further: str) -> dict[StageName, Footprint]:
+        given = ("mesh=''", "shards_over_data=false", "ranks=8", *keys, *further)
+        config = load(QUICKSTART, settings(model, *(f"services.actor.{key}" for key in given)))
+        return predict(service_use(config.services["actor"], on_gpu=on_gpu), RowSizes(512, 512, 512))
+
+    awake, asleep = stages(), stages("rollout_sleep=true")
+    for stage in ("forward", "update"):
+        expected = {name: nbytes for name, nbytes in awake[stage].device.items() if name not in freed}
+        assert asleep[stage].device == expected
+        assert freed <= awake[stage].device.keys()
+    for stage in ("loading", "idle", "transition", "generation", "checkpoint"):
+        assert asleep[stage] == awake[stage]
 
 
 def test_the_sizes_of_transitions_are_those_of_the_services() -> None:

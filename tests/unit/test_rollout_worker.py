@@ -106,7 +106,7 @@ def expected(directory: Path, weights: dict[str, torch.Tensor]) -> list[list[flo
         ActorTable.model_validate({"role": "actor", "address": HERE.address, "model": directory}),
         Ranks(0, 1, 0),
     )
-    actor._rollout_version = actor.policy_version
+    actor.colocated._version = actor.policy_version
     actor.rollout.load_weights(weights.items())
     return generated(actor)
 

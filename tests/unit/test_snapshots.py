@@ -54,11 +54,21 @@ def test_a_copy_stays_on_a_device_with_room_for_it_and_twice_as_much(
 
 def test_once_a_step_was_taken_its_memory_decides(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SnapshotMemory(DEVICE)
+    memory.copy(state())
     for taken, has_room in ((10, True), (700, False), (10, False)):  # the largest so far counts
         monkeypatch.setattr(snapshots, "peak_allocated_bytes", lambda device, taken=taken: taken)
         monkeypatch.setattr(snapshots, "free_bytes", lambda device: NUM_BYTES + 500)
         memory.stepped()
         check(memory.copy(state()), "pretend" if has_room else "cpu")
+
+
+def test_a_step_before_the_first_copy_does_not_count(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peak includes weights and optimizer state, so later copies would leave a device with room for them."""
+    memory = SnapshotMemory(DEVICE)
+    monkeypatch.setattr(snapshots, "peak_allocated_bytes", lambda device: 100 * NUM_BYTES)
+    monkeypatch.setattr(snapshots, "free_bytes", lambda device: 3 * NUM_BYTES)
+    memory.stepped()
+    check(memory.copy(state()), "pretend")
 
 
 def test_without_room_every_copy_goes_to_the_same_host_memory_one_at_a_time(

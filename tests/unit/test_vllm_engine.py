@@ -9,10 +9,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from rlhf.errors import OutOfStep
 from services.rollout.base import SamplingOptions
-from settings.engines import VllmTable
+from settings.engines import SET_FOR_VLLM, VllmTable
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytestmark = pytest.mark.slow  # its import takes seconds
@@ -24,16 +25,44 @@ def arguments(process_group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from services.rollout import vllm_engine
 
     given: list[Any] = []
-    monkeypatch.setattr(vllm_engine, "EngineArgs", lambda **options: SimpleNamespace(**options))
+    table = VllmTable(engine_args={"max_num_batched_tokens": 4096})
+
+    class Given(vllm_engine.EngineArgs):
+        """vLLM's arguments, those that are given alone."""
+
+        def __init__(self, **options: Any) -> None:
+            self.__dict__.update(options)
+
+    monkeypatch.setattr(vllm_engine, "EngineArgs", Given)
     monkeypatch.setattr(vllm_engine.LLMEngine, "from_engine_args", lambda args, **_: given.append(args))
-    vllm_engine.start_engine(
-        tmp_path, dtype=torch.float32, table=VllmTable(), identity="test", tensor_parallel=1
-    )
+    vllm_engine.start_engine(tmp_path, dtype=torch.float32, table=table, identity="test", tensor_parallel=1)
     return given[0]
 
 
 def test_vllm_reads_no_checkpoint_that_is_replaced_at_once(arguments: Any):
     assert arguments.load_format == "dummy"
+
+
+def test_the_arguments_that_a_table_may_not_give_are_those_that_the_service_gives(arguments: Any):
+    parallel = {"pipeline_parallel_size", "data_parallel_size"}
+    assert set(vars(arguments)) == SET_FOR_VLLM.keys() - parallel | {"max_num_batched_tokens"}
+    for key in SET_FOR_VLLM:
+        with pytest.raises(ValidationError, match=f"{key} is set by .*, and cannot be given here"):
+            VllmTable(engine_args={key: 1})
+
+
+def test_further_arguments_are_given_to_vllm(arguments: Any):
+    assert arguments.max_num_batched_tokens == 4096
+
+
+def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest(tmp_path: Path):
+    from services.rollout.vllm_engine import start_engine
+
+    table = VllmTable(engine_args={"max_num_batch_tokens": 1})
+    with pytest.raises(
+        ValueError, match=r"vllm\.engine_args\.max_num_batch_tokens: .*did you mean 'max_num_batched_tokens'"
+    ):
+        start_engine(tmp_path, dtype=torch.float32, table=table, identity="test", tensor_parallel=1)
 
 
 def test_vllm_captures_graphs_on_a_gpu_unless_told_otherwise(arguments: Any, monkeypatch: pytest.MonkeyPatch):

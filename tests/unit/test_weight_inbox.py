@@ -69,9 +69,6 @@ class KeptTensors(RolloutEngine):
     ) -> Generation:
         raise NotImplementedError
 
-    def _agreed(self, should_stop: Any) -> Any:
-        return should_stop
-
     def _free_memory(self) -> int:
         return 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
-from nccl_transfer.refs.mesh import Mesh
 from rlhf_example.engines import PlainOptions
-from services.engines.generation_shards import GenerationShards
 from services.engines.implementation import compute_dtype
 from services.models.families import load_causal_lm
-from services.rollout.base import FinishReason, Generation, Meter, RolloutEngine, SamplingOptions, check_names
+from services.rollout.base import (
+    FinishReason,
+    Generation,
+    Meter,
+    RolloutEngine,
+    RolloutSetup,
+    SamplingOptions,
+    check_names,
+)
 from services.rollout.sampling import choose, uniforms
 from settings.generation import GeneratingTable
 
@@ -35,17 +41,9 @@ class PlainRollout(RolloutEngine):
             )
 
     @classmethod
-    def create(
-        cls,
-        table: GeneratingTable,
-        options: PlainOptions,
-        *,
-        shards: GenerationShards | None,
-        mesh: Mesh,
-        device: torch.device,
-    ) -> Self:
+    def create(cls, table: GeneratingTable, options: PlainOptions, setup: RolloutSetup) -> Self:
         model: Any = load_causal_lm(table.model, compute_dtype(table))
-        return cls(model.to(device), options.rows_at_once)
+        return cls(model.to(setup.device), options.rows_at_once)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -99,9 +97,6 @@ class PlainRollout(RolloutEngine):
             logits_BTV = self._model(input_ids=ids_BT, use_cache=False).logits
             logits += [logits_TV[len(row) - 1] for row, logits_TV in zip(part, logits_BTV, strict=True)]
         return torch.stack(logits)
-
-    def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        return should_stop
 
     def _free_memory(self) -> int:
         return self._move("cpu")

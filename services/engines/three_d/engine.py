@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nccl_transfer.refs.mesh import Mesh
+from rlhf.errors import ConfigError
 from services.compute import matmul
 from services.compute.heads import Head, dummy_head
 from services.compute.microbatch import MicroBatch, to_device
@@ -29,7 +30,7 @@ from services.engines.three_d.pipeline import run_forward, run_forward_backward
 from services.engines.three_d.stage import ModelStage
 from services.engines.three_d.transition import Transition
 from services.engines.three_d.weight_sharding import FullySharded, Replicated, WeightSharding
-from services.models.families import load_value_model
+from services.models.families import load_causal_lm, load_value_model
 from services.storage.checkpoint import WeightShard
 from settings.actor import ActorTable
 from settings.model import ModelTable
@@ -127,6 +128,11 @@ class ThreeDParallelEngine(ShardedEngine):
 
     @classmethod
     def create(cls, table: ModelTable, options: Any, setup: EngineSetup) -> Self:
+        if setup.load not in (load_causal_lm, load_value_model):
+            raise ConfigError(
+                "engine 3d: has causal language models and value models alone, and the service's model is of another "
+                "kind; use engine fsdp or zero"
+            )
         return cls(
             table.model,
             setup.mesh,
@@ -277,8 +283,8 @@ class ThreeDParallelEngine(ShardedEngine):
 
 def _transition(table: ModelTable) -> Kind | None:
     """Returns the key `transition` of an actor's table if its rollout engine takes generation shards; None for a
-    rollout engine that takes whole weights, and for every other service."""
-    if isinstance(table, ActorTable) and table.rollout_spec.takes_shards:
+    rollout engine that takes whole weights or generates nothing, and for every other service."""
+    if isinstance(table, ActorTable) and table.generates and table.rollout_spec.takes_shards:
         return table.transition
     return None
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from services.compute.heads import dummy_head
 from services.compute.microbatch import MicroBatch, dummy_micro_batch
+from services.engines.collectives import max_over_ranks
 from services.engines.fully_shard import local_part, shard_modules
 from services.engines.three_d.groups import MeshGroups
 from services.engines.three_d.stage import Memory, ModelStage
@@ -182,9 +183,8 @@ class FullySharded(WeightSharding):
         return _Gathered(kept, partial(self._gather, dtype))
 
     def padded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        most = torch.tensor(len(micro_batches))
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-        return [*micro_batches, *(dummy_micro_batch() for _ in range(int(most) - len(micro_batches)))]
+        most = max_over_ranks(len(micro_batches), self._group)
+        return [*micro_batches, *(dummy_micro_batch() for _ in range(most - len(micro_batches)))]
 
     @contextmanager
     def computing(self) -> Iterator[None]:
