@@ -1,0 +1,88 @@
+"""The configs of docs/recipes.md are accepted, and predicted to fit on the GPUs that they name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from transformers import Qwen2Config
+
+from deploy.cli import main as deploy
+from deploy.quickstart.build import make_tokenizer
+
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+QWEN_7B = Qwen2Config(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    max_position_embeddings=32768,
+    architectures=["Qwen2ForCausalLM"],
+)
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+HUB_MODEL, HUB_DATA = '"Qwen/Qwen2.5-7B-Instruct"', 'train = "openai/gsm8k"'
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The first config of the page, with a model of its shape and rows of its fields in place of those on the hub."""
+    monkeypatch.chdir(tmp_path)
+    model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    QWEN_7B.save_pretrained(model)
+    row = '{{"question": "{} + 1?", "answer": "#### {}"}}\n'
+    rows.write_text("".join(row.format(n, n + 1) for n in range(200)))
+    found = re.search(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    text = found[1]
+    assert text.count(HUB_MODEL) == 2
+    assert text.count(HUB_DATA) == 1
+    text = text.replace(HUB_MODEL, f'"{model}"').replace(HUB_DATA, f'train = "{rows}"\nheldout_rows = 72')
+    path = tmp_path / "gsm8k.toml"
+    path.write_text(text.replace('subset = "main"\n', ""))
+    return path
+
+
+def run(command: object, *arguments: str | Path) -> Result:
+    return CliRunner().invoke(command, [str(each) for each in arguments])  # type: ignore[arg-type]
+
+
+def test_the_dry_run_accepts_it_and_counts_its_steps(config: Path) -> None:
+    command = [sys.executable, "-c", "from controller.cli import main; main()"]
+    ran = subprocess.run(
+        [*command, "--algo", "grpo", "--config", config, "--dry-run"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "services.actor: actor, 8 ranks" in ran.stderr
+    assert "128 train and 72 held-out rows" in ran.stderr
+    assert "run.epochs 2: 2 steps of 128 prompts" in ran.stderr
+
+
+def test_it_fits_with_what_the_page_says(config: Path) -> None:
+    ran = run(deploy, "check", config, "--device-memory-gb", "80")
+    assert ran.exit_code == 0, ran.output
+    bytes_of = {
+        stage: float(found[1])
+        for stage in ("generation", "update")
+        if (found := re.search(rf"^ +{stage} +([\d.]+)", ran.output, re.MULTILINE))
+    }
+    said = re.search(r"predicts (\d+) GB of each GPU in generation and (\d+) GB in updates", PAGE.read_text())
+    assert said is not None
+    assert [round(bytes_of["generation"]), round(bytes_of["update"])] == [int(said[1]), int(said[2])]
+
+
+def test_a_smaller_gpu_is_refused_with_what_is_missing(config: Path) -> None:
+    ran = run(deploy, "check", config, "--device-memory-gb", "40")
+    assert ran.exit_code == 1
+    assert "GB too much" in ran.output
