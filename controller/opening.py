@@ -75,12 +75,9 @@ def open_planned(
         resolved = None if plan.resumes else directory.write_text(CONFIG_FILE, plan.resolved(config))
         for line in arena_warnings(config, longest_prompt(config, plan.data)):
             progress.message(line)
-        launched = None
-        if launch:
-            logs = _logs(plan, directory)
-            resolved = resolved or write_atomically(logs / CONFIG_FILE, plan.resolved(config))
-            progress.message(f"starting services: {', '.join(_launched_names(config))}; logs: {logs}")
-            launched = opened.enter_context(LaunchedServices(config, resolved, logs))
+        launched = _launched(plan, directory, resolved, progress) if launch else None
+        if launched:
+            opened.enter_context(launched)
         opened.enter_context(explained(launched))
         cluster = Cluster(config, _session(plan, directory, take_over=take_over))
         opened.callback(cluster.close)
@@ -121,6 +118,23 @@ def _directory(plan: Plan) -> Iterator[RunDirectory]:
             directory = opened.enter_context(_new_directory(plan))
             opened.enter_context(directory.locked())
         yield directory
+
+
+def _launched(
+    plan: Plan, directory: RunDirectory, resolved: Path | None, progress: Progress
+) -> LaunchedServices:
+    """Returns the services of a run, which start when their context is entered.
+
+    Args:
+        plan: The run.
+        directory: Its directory.
+        resolved: The file of its config there; None for a run that is resumed, which gets one beside the logs.
+        progress: Terminal display.
+    """
+    logs = _logs(plan, directory)
+    resolved = resolved or write_atomically(logs / CONFIG_FILE, plan.resolved(plan.config))
+    progress.message(f"starting services: {', '.join(_launched_names(plan.config))}; logs: {logs}")
+    return LaunchedServices(plan.config, resolved, logs)
 
 
 def _logs(plan: Plan, directory: RunDirectory) -> Path:

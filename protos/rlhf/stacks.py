@@ -17,7 +17,8 @@ MAX_FRAMES = 20
 
 def dump_on_signal() -> None:
     """Makes this process print the stacks of all threads on `SIGNAL`. Must be called from the main thread."""
-    faulthandler.register(SIGNAL, all_threads=True)
+    # Not sys.stderr, which may stand for no file.
+    faulthandler.register(SIGNAL, file=sys.__stderr__ or 2, all_threads=True)
 
 
 def dump_tasks_too(loop: asyncio.AbstractEventLoop) -> None:
@@ -25,7 +26,7 @@ def dump_tasks_too(loop: asyncio.AbstractEventLoop) -> None:
     thread, as soon as the loop gets to it."""
     faulthandler.unregister(SIGNAL)
     loop.add_signal_handler(SIGNAL, _print_tasks, loop)
-    faulthandler.register(SIGNAL, all_threads=True, chain=True)
+    faulthandler.register(SIGNAL, file=sys.__stderr__ or 2, all_threads=True, chain=True)
 
 
 def _print_tasks(loop: asyncio.AbstractEventLoop) -> None:

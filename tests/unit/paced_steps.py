@@ -361,7 +361,7 @@ class PacedRun:
             feed,
             SimpleNamespace(of=lambda *given: {}, sources={}),
             SimpleNamespace(evaluate=self._evaluate),
-            SimpleNamespace(after_step=lambda *given, **named: None),
+            SimpleNamespace(after_step=lambda *given, **named: None, verify=lambda: None),
             SimpleNamespace(
                 step=0,
                 is_ended=False,

@@ -393,7 +393,7 @@ def test_each_host_has_a_deployment_and_one_is_found_without_its_name(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     path = tmp_path / "run.toml"
-    a, b = (Deployment(str(path), "logs", host=host) for host in "ab")
+    a, b = (Deployment(str(path), f"logs/{host}", host=host) for host in "ab")
     with state.claim(a, grace_s=1):
         assert state.find(path) == state.find(path, "a") == a
         assert state.find(path, "b") is None

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 
 VARIABLE = "GRPC_EXPERIMENTS"
-RANK = "services.reward.__main__"
+RANK = "services.__main__"
 COUNT_HANDS = """
 import asyncio, os, sys
 __import__(sys.argv[1])

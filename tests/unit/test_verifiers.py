@@ -207,7 +207,8 @@ def half(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, A
 def test_functions_state_the_range_of_their_scores_or_it_is_not_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert {score_range(name) for name in BUILT_IN} == {(0.0, 1.0)}
+    assert {score_range(name) for name in BUILT_IN if name != "environment"} == {(0.0, 1.0)}
+    assert score_range("environment") is None
     monkeypatch.setitem(BUILT_IN, "half", half)
     assert score_range("half") is None
     monkeypatch.setattr(half, "score_range", (0.5, 0.5), raising=False)
