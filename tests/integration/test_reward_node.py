@@ -220,7 +220,7 @@ def test_sigterm_lets_the_running_call_end_and_refuses_the_next(reward_node: Pat
 def test_an_unknown_reward_is_an_error_that_lists_the_known_ones(reward_node: Path) -> None:
     processes = Processes()
     try:
-        with pytest.raises(AssertionError, match="known: environment, exact_match, format"):
+        with pytest.raises(AssertionError, match="known: exact_match, format, shared"):
             node_reward.start(processes, reward_node, free_ports(1)[0], "nonsense")
     finally:
         processes.kill()
