@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -17,9 +18,9 @@ from conformance.reward import check_rules
 from conformance.row_checks import MIB
 from conformance.target import RewardTarget, Row
 from rlhf.errors import ConfigError
+from settings.commands import errors_shown
 from settings.security import security_option
 
-USAGE_ERROR = 2
 STYLES = {
     RuleResult.PASS: "green",
     RuleResult.WARN: "yellow",
@@ -64,25 +65,29 @@ def reward(
     target: str, rows: Path | None, deadline_s: float, num_rows: int, max_mib: int, json_path: Path | None
 ) -> None:
     """Check a reward that reads text; the exit code is 1 where a rule is broken."""
-    try:
+    with errors_shown():
         probes = (
             read_rows(rows) if rows else [Row(prompt=p, response=r, ground_truth=g) for p, r, g in PROBES]
         )
-    except ConfigError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(USAGE_ERROR)
-    checked = RewardTarget(target, deadline_s, probes, num_rows, max_mib * MIB)
-    try:
-        findings = check_rules(checked)
-    finally:
-        checked.close()
-    failed = sum(finding.result is RuleResult.FAIL for finding in findings)
-    if json_path:
-        report = {"role": "reward", "target": target, "passed": not failed,
-                  "findings": [finding.to_json() for finding in findings]}  # fmt: skip
-        json_path.write_text(json.dumps(report, indent=2) + "\n")
-    Console().print(to_table(findings, f"reward at {target}"))
+        with contextlib.closing(RewardTarget(target, deadline_s, probes, num_rows, max_mib * MIB)) as checked:
+            findings = check_rules(checked)
+        failed = sum(finding.result is RuleResult.FAIL for finding in findings)
+        Console().print(to_table(findings, f"reward at {target}"))
+        if json_path:
+            report = {"role": "reward", "target": target, "passed": not failed,
+                      "findings": [finding.to_json() for finding in findings]}  # fmt: skip
+            _write(json_path, json.dumps(report, indent=2) + "\n")
     sys.exit(1 if failed else 0)
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a text to a file, in directories that are made where they are missing; raises ConfigError where it
+    cannot."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror}") from None
 
 
 def read_rows(path: Path) -> list[Row]:

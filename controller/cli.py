@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,7 @@ from controller.tracking.report import write_report
 from controller.training.algorithm import Algorithm
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.stacks import dump_on_signal
-
-USAGE_ERROR = 2
+from settings.commands import errors_shown, set_option
 
 
 def _write_report(context: click.Context, option: click.Parameter, directory: str | None) -> None:
@@ -61,9 +58,7 @@ def _write_report(context: click.Context, option: click.Parameter, directory: st
     callback=_write_report,
     help="Write the report of a run from its directory, and do nothing else.",
 )
-@click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config; repeatable."
-)
+@set_option
 @click.option(
     "--continue",
     "keep_weights",
@@ -110,7 +105,7 @@ def main(
     sys.path.append(str(Path.cwd()))
     if context.invoked_subcommand:
         return
-    with _errors_shown():
+    with errors_shown():
         if run_dir is not None:
             _check_alone(algo=algo, config=config_path, **{"continue": keep_weights, "dry-run": dry_run})
             done = resume(
@@ -152,9 +147,7 @@ def main(
 @click.option("--take-over", is_flag=True, help="End another run that uses the services.")
 @click.option("--samples", default=0, type=click.IntRange(0), help="Responses per prompt, for pass@k.")
 @click.option("--solved-at", default=1.0, help="Lowest score of a correct response, for pass@k.")
-@click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config; repeatable."
-)
+@set_option
 def evaluate_command(
     directory: Path,
     config_path: Path | None,
@@ -166,7 +159,7 @@ def evaluate_command(
 ) -> None:
     """Measure a policy on the held-out rows: DIRECTORY is a checkpoint, RUN/checkpoints/step-N, or a model directory,
     which needs --config."""
-    with _errors_shown():
+    with errors_shown():
         done = evaluate(
             directory,
             config_path=config_path,
@@ -190,9 +183,7 @@ def evaluate_command(
 @click.option("--service", default="actor", show_default=True, help="Service whose model is exported.")
 @click.option("--launch", is_flag=True, help="Start the service, and stop it at the end.")
 @click.option("--take-over", is_flag=True, help="End another run that uses the service.")
-@click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config; repeatable."
-)
+@set_option
 def export_command(
     directory: Path,
     out: Path,
@@ -203,7 +194,7 @@ def export_command(
     settings: tuple[str, ...],
 ) -> None:
     """Write the actor at a checkpoint, DIRECTORY = RUN/checkpoints/step-N, as a Hugging Face directory."""
-    with _errors_shown():
+    with errors_shown():
         sha256 = export(
             directory,
             out,
@@ -215,20 +206,6 @@ def export_command(
             say=lambda line: click.echo(line, err=True),
         )
     click.echo(f"model: {out}\nsha256: {sha256}")
-
-
-@contextlib.contextmanager
-def _errors_shown() -> Iterator[None]:
-    """Context manager that ends the process with one line and a status where its block fails or is interrupted."""
-    try:
-        yield
-    except KeyboardInterrupt as stopped:
-        number = stopped.args[0] if stopped.args else signal.SIGINT
-        click.echo(f"stopped by {signal.Signals(number).name}", err=True)
-        sys.exit(128 + number)
-    except RlhfError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
 
 
 def _given(
@@ -277,7 +254,7 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
     check_listening(config)
     for name, table in config.services.items():
         ranks = "1 rank" if table.ranks == 1 else f"{table.ranks} ranks"
-        start = "would be started" if launch and not table.external else "has to be there"
+        start = "would be started" if launch and not table.external else "must already be running"
         where = f", {ranks_line(config.device_order(name), table.ranks)}" if config.is_placed(name) else ""
         click.echo(f"services.{name}: {table.role}, {ranks} at {table.address}{where}, {start}", err=True)
     click.echo(tomli_w.dumps(algorithm.resolved(config)), nl=False)

@@ -33,12 +33,11 @@ from deploy.state import Deployment
 from deploy.supervisor import Supervisor, service_names
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopt
+from settings.commands import USAGE_ERROR, set_option
 from settings.security import security_option
 
 READY = "ready"
 """The line on stdout that says that all services are healthy."""
-USAGE_ERROR = 2
-"""Exit code of a wrong command line or config."""
 TABLE_WIDTH = 140
 """Characters of a line of the table of memory."""
 
@@ -55,9 +54,6 @@ class _Commands(click.Group):
 
 
 _config_argument = click.argument("config", type=click.Path(path_type=Path))
-_set_option = click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config; repeatable."
-)
 _host_option = click.option(
     "--host",
     metavar="NAME",
@@ -78,7 +74,7 @@ def main(ctx: click.Context) -> None:
 
 @main.command()
 @_config_argument
-@_set_option
+@set_option
 @_host_option
 @click.option(
     "--log-dir",
@@ -114,7 +110,7 @@ def up(
 
 @main.command()
 @_config_argument
-@_set_option
+@set_option
 @_host_option
 def status(config: Path, settings: tuple[str, ...], host: str | None) -> None:
     """Show the services of CONFIG, or with --host those with ranks on that host; the exit code is 1 unless all of them
@@ -194,7 +190,7 @@ def down(launcher: LaunchOptions, config: Path, host: str | None) -> None:
 
 @main.command()
 @_config_argument
-@_set_option
+@set_option
 @_host_option
 @click.option("--only", multiple=True, metavar="NAME", help="Check only this service; repeatable.")
 @click.option(
@@ -282,7 +278,7 @@ def show_stacks(config: Path, service: str | None) -> None:
 @main.command("profile")
 @_config_argument
 @click.argument("service")
-@_set_option
+@set_option
 @click.option("--calls", default=8, show_default=True, type=click.IntRange(1, 100), help="Calls to trace.")
 @click.option(
     "--out",

@@ -17,9 +17,9 @@ from loadtest.run import Json, Settings, measure, stopping_on_signals
 from loadtest.schedule import ramp
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.file_limit import raise_file_limit
+from settings.commands import errors_shown
 from settings.security import security_option
 
-USAGE_ERROR = 2
 OBJECTIVE_MISSED = 3
 DEFAULT_RATE = 10.0
 
@@ -124,7 +124,7 @@ def main(
     its calls from one session at a time: a test is refused while a run has the service.
     """
     raise_file_limit()
-    try:
+    with errors_shown():
         if compared:
             _compare(*compared)
             return
@@ -132,9 +132,6 @@ def main(
         table.console().print(table.report(result))
         _write(json_path, json.dumps(result, indent=1) + "\n")
         _write(html_path, page.render(result))
-    except RlhfError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
     if signals:
         sys.exit(128 + signals[0])
     if not _objectives_met(result):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 import tomli_w
@@ -35,10 +34,11 @@ from controller.simulation.durations import CallTimes, Durations, measured
 from controller.simulation.report import steps_table, timeline_lines
 from controller.simulation.report import summary as simulation_summary
 from controller.simulation.run import simulate_run
-from rlhf.errors import ConfigError, RlhfError
+from rlhf.errors import ConfigError
+from settings.commands import errors_shown, set_option
 from settings.strict import read_toml
 
-NOTHING_FITS, USAGE_ERROR = 1, 2
+NOTHING_FITS = 1
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,7 @@ _CONFIGURED: tuple[Decorator, ...] = (
         "--per-machine", default=8, show_default=True, type=click.IntRange(1), help="Devices per machine."
     ),
     click.option("--table", type=click.Path(path_type=Path), help="TOML file with further devices."),
-    click.option(
-        "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Put a value into the config."
-    ),
+    set_option,
 )
 _COMMON: tuple[Decorator, ...] = (
     *_CONFIGURED,
@@ -113,7 +111,7 @@ def main() -> None:
 @click.option("--timeline", type=click.Path(path_type=Path), help="Write a picture of one step here (HTML).")
 def find(output: Path | None, timeline: Path | None, **given: Any) -> None:
     """Find the fastest plan for the services, rows and algorithm of CONFIG. Chooses pools and meshes."""
-    with _errors_shown():
+    with errors_shown():
         request = _request(**given)
         problem = request.problem
         plan = find_plan(problem)
@@ -138,7 +136,7 @@ def find(output: Path | None, timeline: Path | None, **given: Any) -> None:
 def explain(**given: Any) -> None:
     """Say why the plan that CONFIG describes is slower than the fastest one, or what of it does not fit. All services
     are on devices of the first kind."""
-    with _errors_shown():
+    with errors_shown():
         request = _request(**given)
         problem = request.problem
         described = replace(problem, models=request.configured.models)
@@ -181,7 +179,7 @@ def simulate(
 ) -> None:
     """Run the real controller on simulated ranks in virtual time, as CONFIG places its services, and print the timeline
     of its last steps. The seed is run.seed; overlap is as run.ahead says."""
-    with _errors_shown():
+    with errors_shown():
         if (kind is None) == (times is None):
             raise ConfigError("give either --devices KIND:COUNT or --times RUN_DIR")
         algorithm = algorithms.find_algorithm(given["algo"])
@@ -214,8 +212,8 @@ def simulate(
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the calibrated table here.")
 def probe(kind: str, launch: bool, output: Path | None, **given: Any) -> None:
     """Time calls of the running services of CONFIG, and fit the constants of their devices to them. Begins a session of
-    its own: refused while a run has the services."""
-    with _errors_shown():
+    its own: refused while a run is using the services."""
+    with errors_shown():
         algorithm = algorithms.find_algorithm(given["algo"])
         config = load(given["config_path"], given["settings"])
         more = read_devices(given["table"]) if given["table"] else {}
@@ -232,7 +230,7 @@ def probe(kind: str, launch: bool, output: Path | None, **given: Any) -> None:
 @click.option("--table", type=click.Path(path_type=Path), help="TOML file with further devices.")
 def devices(table: Path | None) -> None:
     """List the known devices and their rates."""
-    with _errors_shown():
+    with errors_shown():
         for name, each in {**built_in_devices(), **(read_devices(table) if table else {})}.items():
             rates = each.model_dump(exclude={"tflops"})
             peak = ", ".join(f"{rate:g} TFLOPS {dtype}" for dtype, rate in each.tflops.items())
@@ -283,23 +281,19 @@ def _write(path: Path, text: str) -> None:
     click.echo(f"written: {path}")
 
 
-class _DoesNotFit(Exception):
-    """Nothing fits; its argument has the lines that say why."""
+class _DoesNotFit(click.ClickException):
+    """Nothing fits; ends the command with `NOTHING_FITS`, and a line for each reason.
 
+    Args:
+        reasons: The lines.
+    """
 
-@contextlib.contextmanager
-def _errors_shown() -> Iterator[None]:
-    """Shows what is wrong with the input in one line, and ends with exit code 2; with 1 where nothing fits, or services
-    fail."""
-    try:
-        yield
-    except ConfigError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(USAGE_ERROR)
-    except RlhfError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(NOTHING_FITS)
-    except _DoesNotFit as error:
-        for line in error.args[0]:
-            click.echo(f"error: {line}", err=True)
-        sys.exit(NOTHING_FITS)
+    exit_code = NOTHING_FITS
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        super().__init__("\n".join(reasons))
+        self._reasons = reasons
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        for reason in self._reasons:
+            click.echo(f"error: {reason}", file, err=file is None)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from importlib.metadata import distributions
 from pathlib import Path
 
-GROUPS = {"algorithms", "policy_losses", "rollout_engines", "trackers", "training_engines", "transports", "roles"}
+GROUPS = {
+    "algorithms",
+    "policy_losses",
+    "rollout_engines",
+    "trackers",
+    "training_engines",
+    "transports",
+    "roles",
+}
 
 
 def test_the_example_declares_a_plug_in_of_each_group(plugins: Path) -> None:

@@ -1,0 +1,38 @@
+"""Parts that the command lines of this project share: how errors end a command, and the option --set."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+
+import click
+
+from rlhf.errors import ConfigError, RlhfError
+
+USAGE_ERROR = 2
+"""Exit code of a wrong command line or config."""
+
+set_option = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a value of the config; repeatable.",
+)
+
+
+@contextlib.contextmanager
+def errors_shown() -> Iterator[None]:
+    """Context manager that ends the process with one line on stderr where its block fails or is interrupted: with
+    `USAGE_ERROR` for a ConfigError, 1 for another RlhfError, and 128 + n for signal n."""
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        number = stopped.args[0] if stopped.args else signal.SIGINT
+        click.echo(f"stopped by {signal.Signals(number).name}", err=True)
+        sys.exit(128 + number)
+    except RlhfError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
