@@ -111,6 +111,18 @@ def row_tokens(path: Path, settings: tuple[str, ...] = ()) -> int:
     return prompt + response if are_sizes else 0
 
 
+def shares_devices(path: Path, table: ServiceTable, settings: tuple[str, ...] = ()) -> bool:
+    """Returns whether other services may be on the devices of a service: its table names a pool, or the config file has
+    a `placement`.
+
+    Args:
+        path: The config file.
+        table: Table of the service.
+        settings: Overrides "key.path=value" of the file's values.
+    """
+    return bool(table.pool) or "placement" in override(read_toml(path), settings)
+
+
 def named_losses(path: Path, settings: tuple[str, ...] = ()) -> frozenset[str]:
     """Returns the losses that `[algorithm]` of a config file names, by its keys surrogate and value_loss. These are the
     only ones that a service imports as "module:object".

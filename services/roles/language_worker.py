@@ -73,7 +73,7 @@ class LanguageWorker(VerifiedWorker, TorchWorker):
         receive."""
         with (
             as_contract_errors(),
-            peak_memory_measured(self.torch_device, releases_cache=bool(self.table.pool)),
+            peak_memory_measured(self.torch_device, releases_cache=self.shares_device),
             self._profiler.around_call(),
         ):
             return run()

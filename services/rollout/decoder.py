@@ -109,6 +109,7 @@ class Decoder(ABC):
     def _drop(self, tensors: Iterable[Tensor]) -> int:
         """Frees the memory of tensors, whose values are lost; returns its bytes."""
         self._dropped = drop(tensors)
+        torch.cuda.empty_cache()
         return sum(item.num_bytes for item in self._dropped)
 
     def _allocate_dropped(self) -> int:

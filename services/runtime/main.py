@@ -38,7 +38,7 @@ from settings.model import ModelTable
 from settings.rollout import RolloutServiceTable
 from settings.security import load_security
 from settings.service import ServiceTable
-from settings.services import load_service, named_losses, output_roots, row_tokens
+from settings.services import load_service, named_losses, output_roots, row_tokens, shares_devices
 
 PR_SET_PDEATHSIG = 1
 
@@ -92,7 +92,8 @@ def command(spec: RoleSpec) -> click.Command:
             local = sized_for_rows(_with_local_model(table, name), row_tokens(config, settings))
             _check(local, spec.name, name)
             roots, losses = output_roots(config, table, settings), named_losses(config, settings)
-            _serve(local, name, spec.worker, roots, losses, given=table)
+            shares = shares_devices(config, table, settings)
+            _serve(local, name, spec.worker, roots, losses, given=table, shares=shares)
         except (RlhfError, OSError) as error:
             print(f"fatal: {name}: {error}".replace("\n", " "), file=sys.stderr, flush=True)
             os._exit(2)
@@ -179,6 +180,8 @@ def _serve(
     roots: tuple[Path, ...],
     losses: frozenset[str],
     given: ServiceTable | None = None,
+    *,
+    shares: bool = False,
 ) -> None:
     """Builds the worker, serves its rank until SIGTERM or SIGINT, and ends the process with status 0.
 
@@ -186,7 +189,7 @@ def _serve(
         table, name: The service's table and its name in the configuration.
         given: The table as the configuration has it, which the controller compares with its own. Default: `table`.
         worker: As `RoleSpec.worker`.
-        roots, losses: `Worker.output_roots` and `Worker.losses`.
+        roots, losses, shares: `Worker.output_roots`, `Worker.losses` and `Worker.shares_device`.
 
     Raises:
         ConfigError: An engine cannot be imported, the worker cannot be built, or ranks cannot have the device that the
@@ -213,7 +216,7 @@ def _serve(
     )
     serving = chosen(table, ranks)
     serving.service, serving.output_roots, serving.losses = name, roots, losses
-    serving.config_table = given or serving.config_table
+    serving.config_table, serving.shares_device = given or serving.config_table, shares
     torch = sys.modules.get("torch")
     if torch and not torch.cuda.is_available():
         keep_freed_memory()

@@ -225,6 +225,8 @@ class Worker:
         """Directories below which the rank may write, with symbolic links resolved. Default: none."""
         self.losses: frozenset[str] = frozenset()
         """Losses as "module:object" that the rank imports where a request names them. Default: none."""
+        self.shares_device = bool(table.pool)
+        """Whether other services may compute on this rank's device, so that it keeps no memory cached between calls."""
         self.progressed_at = 0.0
         """When the running method last made progress, in seconds of `time.monotonic()`; 0 for never."""
 

@@ -79,7 +79,7 @@ def test_the_peak_of_a_transition_is_the_shard_and_its_buckets(reports: Reports)
         # What threads of gloo free late counts at the wrong moment, so one of three peaks may be too high or too low.
         _, (peak, shard), _ = sorted(report["peak"])
         # Every rank merges adapters into every other tensor, and keeps these until it has sent them.
-        merged = 1.5 * shard if "adapters" in name else 0
+        merged = 1.55 * shard if "adapters" in name else 0
         assert shard <= peak <= 1.02 * shard + buckets + merged, (name, rank, report["peak"])
 
 

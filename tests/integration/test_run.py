@@ -289,7 +289,7 @@ def test_services_started_by_hand_as_the_readme_says_give_the_same_run(
         assert not processes.living()
         for name, table in by_hand.services.items():
             ready = f"ready: {name} at {table.address}, {table.ranks} rank{'s' * (table.ranks > 1)}\n"
-            assert (tmp_path / f"services.{name}.log").read_text().count(ready) == 1
+            assert (tmp_path / f"{name}.log").read_text().count(ready) == 1
     finally:
         processes.kill()
 

@@ -18,7 +18,7 @@ from rlhf.errors import ConfigError
 from settings.actor import ActorTable
 from settings.fit import check_model_fits, read_shape, sized_for_rows
 from settings.reward import RewardTable
-from settings.services import load_service, row_tokens
+from settings.services import load_service, row_tokens, shares_devices
 
 QUICKSTART = Path(__file__).parents[2] / "deploy/quickstart/quickstart.toml"
 SHAPE = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96}
@@ -217,3 +217,12 @@ def test_a_model_whose_sizes_cannot_be_read_fits(config: object, tmp_path: Path)
 
 def test_a_service_without_a_model_fits() -> None:
     check_model_fits("reward", RewardTable(role="reward", address="127.0.0.1:1"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "shares"), [((), False), (("services.actor.pool=one",), True), (("placement=split",), True)]
+)
+def test_services_of_a_pool_or_a_placement_may_share_devices(settings: tuple[str, ...], shares: bool) -> None:
+    """They keep no memory of the device cached between calls."""
+    table = load_service(QUICKSTART, "actor", settings)
+    assert shares_devices(QUICKSTART, table, settings) is shares
