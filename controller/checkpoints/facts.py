@@ -23,6 +23,7 @@ MAY_DIFFER = frozenset(
         ),
         *(f"run.{key}" for key in ("call_timeout_s", "save_timeout_s", "connect_timeout_s")),
         *(f"data.{key}" for key in ("train", "heldout", "pretrain", "tokenizer")),
+        *(f"rollout.environment.{key}" for key in ("timeout_s", "concurrency")),
         "data.sources.*.path",
         "data.sources.*.heldout",
         "checkpoint",
@@ -43,6 +44,16 @@ OF_A_SERVICE = (WHERE_IT_RUNS - {"role", "ranks"}) | {
     "output_roots",
     "stuck_timeout_s",
     "transports",
+    # Of rewards: where endpoints are, and how long and how many rows are waited for.
+    "concurrency",
+    "row_timeout_s",
+    *(
+        f"{table}.{key}"
+        for table in ("judge", "http")
+        for key in ("concurrency", "request_timeout_s", "retries", "backoff_s")
+    ),
+    "judge.url",
+    "http.urls",
 }
 """Keys of a service's table that may differ likewise."""
 ELSEWHERE = frozenset(
@@ -210,7 +221,7 @@ def _may_differ(key: str, *, elsewhere: bool) -> bool:
     if {table, ".".join([table, *rest[:1]]), _NUMBER.sub(".*.", key)} & MAY_DIFFER:
         return True
     may = OF_A_SERVICE | ELSEWHERE if elsewhere else OF_A_SERVICE
-    return table == "services" and len(rest) > 1 and rest[1] in may
+    return table == "services" and len(rest) > 1 and bool({rest[1], ".".join(rest[1:])} & may)
 
 
 def _with_numbered_sources(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -146,6 +146,10 @@ class JsonArrayRows(TextRows):
         return _json_of(text.rstrip()[:-1])
 
 
+# A prompt may be longer than the module's own limit of 131,072 characters.
+csv.field_size_limit(1 << 30)
+
+
 class CsvRows(TextRows):
     """Reader of a CSV file, whose first record has the names of the fields. All values are texts."""
 

@@ -620,6 +620,10 @@ class TestFacts:
     @pytest.mark.parametrize(
         ("key", "value"),
         [
+            ("rollout.environment.timeout_s", 300.0),
+            ("services.reward.row_timeout_s", 30.0),
+            ("services.reward.http.urls", ["http://127.0.0.1:9/score"]),
+            ("services.reward.judge.retries", 9),
             ("run.steps", 100),
             ("run.epochs", 3),
             ("run.evaluate_every", 3),

@@ -56,6 +56,12 @@ def test_the_fields_of_csv_are_texts(ends: str, mark: bytes, name: str, tmp_path
     assert list(rows) == [rows[i] for i in range(len(rows))] == TEXTS
 
 
+def test_a_field_of_csv_may_be_as_long_as_a_prompt(tmp_path: Path) -> None:
+    content = f"prompt,answer\n{'x' * 200_000},1\n".encode()
+    (row,) = open_rows(written(tmp_path, "a.csv", content), "data.train")
+    assert len(row["prompt"]) == 200_000
+
+
 def test_blank_lines_of_csv_are_no_rows(tmp_path: Path) -> None:
     rows = open_rows(written(tmp_path, "a.csv", b'\na,b\n\n1,2\n\n"3\n",4\n\n'), "data.train")
     assert list(rows) == [{"a": "1", "b": "2"}, {"a": "3\n", "b": "4"}]
