@@ -39,7 +39,7 @@ class MlflowTracker(Tracker):
             raise ConfigError(f"mlflow: {error}; pip install 'rlhf-cluster[mlflow]'") from None
         try:
             mlflow.MlflowClient()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - of any store
             # With mlflow-skinny, its default, a database in the working directory, cannot be opened.
             text = " ".join(str(error).split())
             store = without_credentials(f"{mlflow.get_tracking_uri()}: {text}")

@@ -200,7 +200,7 @@ def test_an_error_of_mlflow_shows_no_password(monkeypatch: pytest.MonkeyPatch) -
         def get_tracking_uri(self) -> str:
             return "http://user:secret@host:5000"
 
-        def MlflowClient(self) -> None:  # noqa: N802 - as in mlflow
+        def MlflowClient(self) -> None:
             raise OSError(f"no route to {self.get_tracking_uri()}")
 
     monkeypatch.setitem(sys.modules, "mlflow", Mlflow("mlflow"))
