@@ -212,7 +212,12 @@ class Trackers(Observer):
         self._directory = directory
         self._lock = threading.Lock()
         self._summary: Mapping[str, Any] = {}
-        self._known: dict[str, Any] = read_json(directory.path / TRACKERS_FILE) if kinds else {}
+        self._known: dict[str, Any] = {}
+        if kinds:
+            try:
+                self._known = read_json(directory.path / TRACKERS_FILE)
+            except RlhfError as error:
+                say(f"{error}; trackers begin anew")
         self._feeds = {
             name: TrackerFeed(
                 name,
