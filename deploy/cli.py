@@ -262,10 +262,11 @@ def logs(config: Path, service: str | None, host: str | None, follow: bool) -> N
 @main.command("stacks")
 @_config_argument
 @click.argument("service", required=False)
-def show_stacks(config: Path, service: str | None) -> None:
+@_host_option
+def show_stacks(config: Path, service: str | None, host: str | None) -> None:
     """Show where each rank of SERVICE, or without it of all services that `up` of CONFIG started on this host, is: the
     stacks of its threads and tasks, which it prints into its log. It goes on."""
-    deployment = state.find(config)
+    deployment = state.find(config, host)
     if deployment is None:
         raise RlhfError(f"{config}: nothing is up")
     ranks = running_ranks(deployment)
@@ -279,6 +280,7 @@ def show_stacks(config: Path, service: str | None) -> None:
 @_config_argument
 @click.argument("service")
 @set_option
+@_host_option
 @click.option("--calls", default=8, show_default=True, type=click.IntRange(1, 100), help="Calls to trace.")
 @click.option(
     "--out",
@@ -286,10 +288,10 @@ def show_stacks(config: Path, service: str | None) -> None:
     help="Directory of the traces on the ranks' hosts. Default: traces in run.directory.",
 )
 def profile_calls(
-    config: Path, service: str, settings: tuple[str, ...], calls: int, out: Path | None
+    config: Path, service: str, settings: tuple[str, ...], host: str | None, calls: int, out: Path | None
 ) -> None:
     """Trace the next calls of SERVICE on each of its ranks, also while a run uses it, with torch's profiler."""
-    deployment = state.find(config)
+    deployment = state.find(config, host)
     loaded = _load(config, settings or (deployment.settings if deployment else ()))
     if service not in loaded.services:
         raise ConfigError(f"no service {service!r}; there are: {', '.join(loaded.services)}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from controller.tracking.metrics import Sample
 from controller.tracking.run_directory import json_text
-from controller.tracking.tracker import Started, Status, TrackedRun, Tracker
+from controller.tracking.tracker import Started, Status, TrackedRun, Tracker, without_credentials
 from rlhf.errors import ConfigError
 
 MARKER = "step"
@@ -39,13 +39,13 @@ class MlflowTracker(Tracker):
             raise ConfigError(f"mlflow: {error}; pip install 'rlhf-cluster[mlflow]'") from None
         try:
             mlflow.MlflowClient()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - of any store
             # With mlflow-skinny, its default, a database in the working directory, cannot be opened.
             text = " ".join(str(error).split())
+            store = without_credentials(f"{mlflow.get_tracking_uri()}: {text}")
             raise ConfigError(
-                f"mlflow cannot use its store {mlflow.get_tracking_uri()}: {text}. MLFLOW_TRACKING_URI names the "
-                "server, such as http://HOST:5000"
-            ) from error
+                f"mlflow cannot use its store {store}. MLFLOW_TRACKING_URI names the server, such as http://HOST:5000"
+            ) from None
 
     def start(self, run: TrackedRun, config: Mapping[str, Any], resumed_id: str) -> Started:
         mlflow = importlib.import_module("mlflow")

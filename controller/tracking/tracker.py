@@ -3,6 +3,7 @@ on. docs/tracking.md has an example of one's own."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ class Started:
     id: str
     last_step: int = -1
     url: str = ""
+
+
+def without_credentials(text: str) -> str:
+    """Returns a text with the user and password of each URL in it removed."""
+    return re.sub(r"//[^/@\s]*@", "//", text)
 
 
 class Tracker(ABC):

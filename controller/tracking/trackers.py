@@ -16,7 +16,7 @@ from controller.tracking.contents import read_json
 from controller.tracking.metrics import Sample, each_sample, each_step
 from controller.tracking.observer import Observer
 from controller.tracking.run_directory import RunDirectory
-from controller.tracking.tracker import END_S, Status, TrackedRun, Tracker
+from controller.tracking.tracker import END_S, Status, TrackedRun, Tracker, without_credentials
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.plugins import PluginError, find_plugin, load_class
 
@@ -177,13 +177,14 @@ class TrackerFeed:
         """Calls `work`, and returns whether it raised no error. The first error is shown."""
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - a tracker may raise anything, and changes no run
+        except BaseException as error:  # noqa: BLE001 - a tracker may raise anything, and changes no run
             self._trouble(f"failed at {what}: {' '.join(f'{type(error).__name__}: {error}'.split())}")
             return False
         return True
 
     def _trouble(self, text: str) -> None:
         if not (self.delivery.failed or self.delivery.dropped):
+            text = without_credentials(text)
             self._say(f"tracker {self._name}: {text}; the run goes on, and further failures are only counted")
 
 
@@ -211,7 +212,12 @@ class Trackers(Observer):
         self._directory = directory
         self._lock = threading.Lock()
         self._summary: Mapping[str, Any] = {}
-        self._known: dict[str, Any] = read_json(directory.path / TRACKERS_FILE) if kinds else {}
+        self._known: dict[str, Any] = {}
+        if kinds:
+            try:
+                self._known = read_json(directory.path / TRACKERS_FILE)
+            except RlhfError as error:
+                say(f"{error}; trackers begin anew")
         self._feeds = {
             name: TrackerFeed(
                 name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,12 +38,12 @@ class CallProfiler:
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """Context manager around each call, which profiles it if a profile was requested before the call."""
+        """Context manager around each call, which profiles it if a profile was requested before the call. An error of
+        the profiler is logged and ends the profile; the call neither fails nor changes by it."""
         with self._lock:
             begun_in = self._request
             if self._left and self._profiler is None:
-                self._profiler = torch.profiler.profile()
-                self._profiler.start()
+                self._start()
         try:
             yield
         finally:
@@ -50,6 +51,24 @@ class CallProfiler:
                 if self._profiler is not None and begun_in == self._request:
                     self._left -= 1
                     if not self._left:
-                        self._profiler.stop()
-                        self._profiler.export_chrome_trace(str(self._path))
-                        self._profiler = None
+                        self._write()
+
+    def _start(self) -> None:
+        try:
+            profiler = torch.profiler.profile()
+            profiler.start()
+        except Exception:
+            self._left = 0
+            logging.exception("profile: the profiler does not start, and %s is not written", self._path)
+        else:
+            self._profiler = profiler
+
+    def _write(self) -> None:
+        """Stops the profiler and writes its file."""
+        profiler, self._profiler = self._profiler, None
+        assert profiler is not None, "a profile has begun"
+        try:
+            profiler.stop()
+            profiler.export_chrome_trace(str(self._path))
+        except Exception:
+            logging.exception("profile: %s is not written", self._path)

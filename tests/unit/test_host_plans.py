@@ -401,6 +401,10 @@ def test_each_host_has_a_deployment_and_one_is_found_without_its_name(
             assert state.find(path, "b") == b
             with pytest.raises(Refused, match=r"is up for hosts \S, \S; name one by --host"):
                 state.find(path)
+            for command in (["stacks", str(path)], ["profile", str(path), "actor"]):
+                ran = CliRunner().invoke(cli.main, [*command, "--host", "c"])
+                assert "No such option" not in ran.output
+                assert "name one by --host" not in str(ran.exception)
         with (
             pytest.raises(Refused, match=r"stop it first: rlhf-deploy down .*run.toml --host a"),
             state.claim(a, 1),

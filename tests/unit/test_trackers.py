@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
@@ -181,6 +182,38 @@ def test_failures_are_shown_once_and_counted(tmp_path: Path, remembering: type[R
     kept = json.loads((tmp_path / TRACKERS_FILE).read_text())
     assert {name: entry["failed"] for name, entry in kept.items()} == {"bad": 4, "none": 6, "good": 0}
     assert len([call for call in remembering.calls if isinstance(call[1], dict)]) == 4
+
+
+def test_a_tracker_that_exits_is_counted_and_no_password_of_its_server_is_shown(tmp_path: Path) -> None:
+    class Exiting(Refusing):
+        def step(self, step: int, metrics: Mapping[str, float]) -> None:
+            raise SystemExit("no route to http://user:secret@host:5000/api")
+
+    said: list[str] = []
+    record(tmp_path, tracked(tmp_path, {"bad": Exiting}, said), range(1, 3), summary=False)
+    assert "tracker bad: failed at step 1: SystemExit: no route to http://host:5000/api; the run" in said[0]
+    assert json.loads((tmp_path / TRACKERS_FILE).read_text())["bad"]["failed"] == 2
+
+
+def test_a_damaged_file_of_trackers_ends_no_run(tmp_path: Path, remembering: type[Remembering]) -> None:
+    (tmp_path / TRACKERS_FILE).write_text("{")
+    said: list[str] = []
+    record(tmp_path, tracked(tmp_path, {"mine": remembering}, said, done=0), range(1, 2))
+    assert "trackers.json: not JSON" in said[0]
+    assert remembering.calls[0] == ("start", tmp_path.name, 3, "")
+
+
+def test_an_error_of_mlflow_shows_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mlflow(ModuleType):
+        def get_tracking_uri(self) -> str:
+            return "http://user:secret@host:5000"
+
+        def MlflowClient(self) -> None:
+            raise OSError(f"no route to {self.get_tracking_uri()}")
+
+    monkeypatch.setitem(sys.modules, "mlflow", Mlflow("mlflow"))
+    with pytest.raises(ConfigError, match="its store http://host:5000: no route to http://host:5000"):
+        find_trackers(["mlflow"])
 
 
 def test_a_stuck_tracker_holds_up_neither_the_run_nor_its_end(
