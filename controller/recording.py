@@ -16,6 +16,7 @@ from controller.tracking.recorder import Recorder
 from controller.tracking.run_directory import RunDirectory
 from controller.tracking.tracker import TrackedRun
 from controller.tracking.trackers import Trackers, find_trackers
+from rlhf.errors import ConfigError
 
 
 @contextlib.contextmanager
@@ -39,10 +40,15 @@ def recording(
         identity: Identity of the run as JSON values.
         endpoint: Endpoint for Prometheus; None where the config has none.
     """
+    try:
+        kinds = find_trackers(config.tracking.trackers)
+    except ConfigError as error:  # which was not so before anything started
+        progress.message(f"{error}; the run continues without trackers")
+        kinds = {}
     path = directory.path.resolve()
     run = TrackedRun(path.name, path, config.tracking.project, plan.identity.algorithm, identity)
     trackers = Trackers(
-        find_trackers(config.tracking.trackers),
+        kinds,
         directory,
         run,
         plan.algorithm.resolved(config),

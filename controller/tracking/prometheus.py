@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from socketserver import ThreadingMixIn
 from types import TracebackType
 from typing import Any, Self
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from controller.config.tracking import TrackingTable
 from controller.role_groups.cluster import Cluster
@@ -18,6 +22,10 @@ from controller.tracking.trackers import Delivery
 from rlhf.errors import ConfigError
 
 CLOSE_S = 5.0
+IDLE_S = 10.0
+"""Seconds after which a connection that sends no request is closed."""
+MOST_CONNECTIONS = 16
+"""Most connections at a time."""
 
 
 class MetricsEndpoint(Observer):
@@ -55,9 +63,11 @@ class MetricsEndpoint(Observer):
         )
         client.ProcessCollector(registry=self._registry)
         try:
-            self._server, self._thread = client.start_http_server(port, host, self._registry)
+            self._server = _server_at(host, port, client.make_wsgi_app(self._registry))
         except OSError as error:
             raise ConfigError(f"tracking.prometheus_port: {host}:{port}: {error.strerror or error}") from None
+        self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
+        self._thread.start()
 
     @staticmethod
     @contextlib.contextmanager
@@ -130,3 +140,53 @@ class _Live:
             for outcome, count in vars(delivery).items():
                 records.add_metric([name, outcome], count)
         yield from (ranks, responding, memory, running, gauges, records)
+
+
+class _Handler(WSGIRequestHandler):
+    """Answers one request, and closes a connection that sends none within `IDLE_S`."""
+
+    timeout = IDLE_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Logs nothing: a scrape is no event."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Serves each connection on a thread, at most `MOST_CONNECTIONS` at a time; further ones are closed."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignores errors of a connection, such as its timeout."""
+
+
+def _server_at(host: str, port: int, app: Any) -> _Server:
+    """Returns a server that listens. Raises OSError where it cannot."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+
+    class Server(_Server):
+        address_family = family
+
+    server = Server(address, _Handler)
+    server.set_app(app)
+    return server

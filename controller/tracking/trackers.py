@@ -28,6 +28,9 @@ BUILT_IN = {
 }
 TRACKERS_FILE = "trackers.json"
 """File of the run directory with the id of the run in each tracker, and what was not delivered, by name."""
+RETRY_S, LONGEST_RETRY_S = 10.0, 600.0
+"""Least time, in seconds, between two starts of a tracker whose start has failed; it doubles with each, up to the
+second."""
 MAX_WAITING = 1000
 """Most records that wait for one tracker; further ones are dropped and counted until there is room again."""
 
@@ -141,9 +144,13 @@ class TrackerFeed:
 
     def _work(self) -> None:
         """The thread: starts the tracker, sends what the run has recorded before, then each record as it comes."""
-        is_started = self._attempt("its start", self._start)
+        is_started, pause_s = self._begin(self._done), RETRY_S
         self.delivery.failed += not is_started
+        again_s = time.monotonic() + pause_s
         while not isinstance(record := self._waiting.get(), _End):
+            if not is_started and time.monotonic() >= again_s:
+                is_started, pause_s = self._begin(record.step - 1), min(2 * pause_s, LONGEST_RETRY_S)
+                again_s = time.monotonic() + pause_s
             if not is_started:
                 self.delivery.failed += 1
             elif record.step > self._last_step:
@@ -152,13 +159,22 @@ class TrackerFeed:
             is_ended = self._attempt("its end", lambda: self._tracker.end(record.status, record.summary))
             self.delivery.failed += not is_ended
 
+    def _begin(self, done: int) -> bool:
+        """Starts the tracker, sends it what it lacks up to step `done`, and returns whether it has started."""
+        if not self._attempt("its start", self._start):
+            return False
+        self.delivery.failed += not self._attempt("the note of its id", lambda: self._started(self.id))
+        self.delivery.failed += not self._attempt("earlier steps", lambda: self._catch_up(done))
+        return True
+
     def _start(self) -> None:
         started = self._tracker.start(self._run, self._config, self.id)
         self.id, self._last_step = started.id, started.last_step
-        self._started(started.id)
         if started.url:
             self._say(f"tracker {self._name}: {started.url}")
-        for record in _recorded(self._run.directory, started.last_step, self._done):
+
+    def _catch_up(self, done: int) -> None:
+        for record in _recorded(self._run.directory, self._last_step, done):
             self._send(record)
 
     def _send(self, record: _Record) -> None:

@@ -184,6 +184,24 @@ def test_failures_are_shown_once_and_counted(tmp_path: Path, remembering: type[R
     assert len([call for call in remembering.calls if isinstance(call[1], dict)]) == 4
 
 
+def test_a_tracker_whose_start_fails_is_started_again_and_gets_all_steps(
+    tmp_path: Path, remembering: type[Remembering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[int] = []
+
+    class StartsLate(remembering):  # type: ignore[misc, valid-type]
+        def start(self, run: TrackedRun, config: Mapping[str, Any], resumed_id: str) -> Started:
+            attempts.append(1)
+            if len(attempts) < 3:
+                raise ConnectionError("no route to host")
+            return super().start(run, config, resumed_id)
+
+    monkeypatch.setattr(trackers_module, "RETRY_S", 0.0)
+    record(tmp_path, tracked(tmp_path, {"late": StartsLate}, []), range(1, 6))
+    assert [call[0] for call in remembering.calls if isinstance(call[1], dict)] == [1, 2, 3, 4, 5]
+    assert len(attempts) == 3
+
+
 def test_a_tracker_that_exits_is_counted_and_no_password_of_its_server_is_shown(tmp_path: Path) -> None:
     class Exiting(Refusing):
         def step(self, step: int, metrics: Mapping[str, float]) -> None:
