@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,9 @@ from services.reward.scorers.base import Scorer, gave_up_metrics
 from services.reward.scorers.extras import merged
 from services.reward.scorers.side_by_side import score_side_by_side
 from services.runtime.worker import CallContext
+
+CANCEL_S = 0.25
+"""Seconds that a cancelled coroutine has to end; less than the time before a call's deadline that is for its answer."""
 
 
 class FunctionScorer(Scorer):
@@ -62,7 +66,8 @@ class FunctionScorer(Scorer):
 class AsyncFunctionScorer(FunctionScorer):
     """Scores rows by an `async` function that runs in this process, several rows or groups at a time. All calls run on
     one event loop, so that the function may keep connections. A row that takes too long is cancelled and gets an
-    error; where the call ends early, its rows are cancelled.
+    error; where the call ends early, its rows are cancelled. A coroutine that has not ended `CANCEL_S` seconds after
+    that is left running, and a warning is logged.
 
     Args:
         name: Name of the function, as taken by `find_function`.
@@ -79,20 +84,56 @@ class AsyncFunctionScorer(FunctionScorer):
         self._concurrency = concurrency
         self._row_timeout_s = row_timeout_s
         self._loop = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._left: set[asyncio.Task[Scored]] = set()
 
     def kind(self) -> str:
         return f"async function {self.function.name}"
 
     def close(self) -> None:
-        """Cancels what the function has left running on the event loop, and closes the loop."""
-        self._loop.close()
+        """Cancels what the function has left running on the event loop, waits at most `CANCEL_S` seconds for its end,
+        and closes the loop."""
+        if self._loop.run(_cancel_others()):
+            logging.warning("%s: coroutines do not end when they are cancelled", self.function.name)
+            self._loop.get_loop().close()  # the runner would wait for them
+        else:
+            self._loop.close()
 
     def score_units(self, units: Sequence[Sequence[reward_pb2.TextRow]], call: CallContext) -> list[Scored]:
         return self._loop.run(score_side_by_side(units, call, self._concurrency, self._score))
 
     async def _score(self, slot: int, rows: Sequence[reward_pb2.TextRow]) -> Scored:
+        task = asyncio.ensure_future(self.function.score_async(rows))
         try:
-            return await asyncio.wait_for(self.function.score_async(rows), self._row_timeout_s)
-        except TimeoutError:
+            done, _ = await asyncio.wait({task}, timeout=self._row_timeout_s)
+        finally:
+            await self._cancel(task)
+        if not done:
             cause = f"{self.function.name} took longer than {self._row_timeout_s:g} s"
-            return Scored([reward_pb2.RowScore(error=cause)] * len(rows))
+        elif task.cancelled():
+            cause = f"{self.function.name} raised CancelledError"
+        else:
+            return task.result()
+        return Scored([reward_pb2.RowScore(error=cause)] * len(rows))
+
+    async def _cancel(self, task: asyncio.Task[Scored]) -> None:
+        """Cancels a task if it has not ended; leaves it running if it has not ended after `CANCEL_S` seconds."""
+        if task.done():
+            return
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_S)
+        if not task.done():
+            self._left.add(task)  # the event loop itself may forget a task
+            task.add_done_callback(self._left.discard)
+            logging.warning(
+                "%s: a coroutine that was cancelled has not ended after %g s and is left running",
+                self.function.name,
+                CANCEL_S,
+            )
+
+
+async def _cancel_others() -> bool:
+    """Cancels all other tasks of the event loop; returns whether some have not ended after `CANCEL_S` seconds."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    return bool(others and (await asyncio.wait(others, timeout=CANCEL_S))[1])

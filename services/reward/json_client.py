@@ -32,6 +32,21 @@ MIN_SECRET = 4
 """Minimum length of a header's value, or of its last word, that messages never contain."""
 MAX_QUOTE = 200
 """Maximum number of characters of an answer that an error message quotes."""
+FORMAT_WORDS = frozenset(
+    {
+        "scores",
+        "results",
+        "score",
+        "metrics",
+        "error",
+        "choices",
+        "message",
+        "content",
+        "finish_reason",
+        "length",
+    }
+)
+"""Words by which answers are read. They are no secrets, even where the value of a header is the same."""
 
 
 class EndpointAnswer(NamedTuple):
@@ -80,7 +95,8 @@ class JsonClient:
             logging.getLogger(name).setLevel(logging.WARNING)
         self._urls, self._table, self._max_bytes = list(urls), table, max_bytes
         values = {part for value in headers.values() for part in (value, value.split()[-1])}
-        self._secrets = sorted((value for value in values if len(value) >= MIN_SECRET), key=len, reverse=True)
+        forms = {form for value in values if len(value) >= MIN_SECRET for form in _forms(value)}
+        self._secrets = sorted(forms, key=len, reverse=True)
         self._next = 0
         try:
             for url in urls:
@@ -101,7 +117,8 @@ class JsonClient:
         await self._client.aclose()
 
     async def post(self, body: Any) -> EndpointAnswer:
-        """Posts a body and returns the answer, with retries.
+        """Posts a body and returns the answer, with retries. Texts and keys of the answer are `redacted`, so that
+        whoever reads it may cut and quote them.
 
         Raises:
             RewardFailed: A request failed for good, or all attempts failed; the text begins with the address.
@@ -130,6 +147,29 @@ class JsonClient:
         text = self.redacted(text)
         return repr(text if len(text) <= MAX_QUOTE else f"{text[:MAX_QUOTE]}...")
 
+    def _redacted_answer(self, answer: Any) -> Any:
+        """Returns the decoded JSON of an answer with all texts and keys `redacted`, except `FORMAT_WORDS`. Changes its
+        lists and objects in place; not recursive, since answers may be nested deeply."""
+        if not self._secrets:
+            return answer
+        whole = [answer]
+        containers: list[Any] = [whole]
+        while containers:
+            container = containers.pop()
+            if isinstance(container, dict):
+                items = [(self._redacted_text(key), value) for key, value in container.items()]
+                container.clear()
+            else:
+                items = list(enumerate(container))
+            for key, value in items:
+                container[key] = self._redacted_text(value) if isinstance(value, str) else value
+                if isinstance(value, dict | list):
+                    containers.append(value)
+        return whole[0]
+
+    def _redacted_text(self, text: str) -> str:
+        return text if text in FORMAT_WORDS else self.redacted(text)
+
     async def _content(self, url: str, body: Any) -> bytes:
         """Sends one request and returns the content of a successful answer.
 
@@ -154,7 +194,7 @@ class JsonClient:
         except httpx.RequestError as error:
             raise Busy(f"{shown}: the answer cannot be read: {_described(error)}") from error
         if reply.has_redirect_location:
-            target = shown_url(reply.headers["location"], url)
+            target = shown_url(self.redacted(reply.headers["location"]), url)
             raise RewardFailed(
                 f"{shown}: HTTP {reply.status_code} redirects to {target}; redirects are not followed, so the "
                 "configuration has to name the final address"
@@ -190,10 +230,11 @@ class JsonClient:
 
     def _decoded(self, url: str, content: bytes) -> Any:
         try:
-            return json.loads(content)
+            answer = json.loads(content)
         except (ValueError, RecursionError):
-            said = self.quote(content[: 4 * MAX_QUOTE].decode(errors="replace"))
+            said = self.quote(content.decode(errors="replace"))
             raise RewardFailed(f"{shown_url(url)}: the answer is not valid JSON: {said}") from None
+        return self._redacted_answer(answer)
 
 
 def header_of(variable: str, key: str) -> str:
@@ -238,6 +279,12 @@ def retry_after_s(header: str) -> float:
         return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
     except (ValueError, OverflowError):
         return 0.0
+
+
+def _forms(secret: str) -> set[str]:
+    """Returns a secret as it is, as JSON may write it, and as Python's repr does."""
+    escaped = json.dumps(secret)[1:-1]
+    return {secret, escaped, escaped.replace("/", "\\/"), repr(secret)[1:-1]}
 
 
 def _described(error: Exception) -> str:

@@ -169,8 +169,12 @@ class ComputeThread:
         return result
 
     def _call_method(self, call: ActiveCall, rows: CallRows) -> CallResult:
-        """Calls the worker's method and returns its result on this rank."""
-        return getattr(self._worker, call.method.snake_name)(rows, call.request, call.context)
+        """Calls the worker's method and returns its result on this rank. Raises RuntimeError where it raises
+        CancelledError, which would cancel whoever waits for the call, so that nobody would answer it."""
+        try:
+            return getattr(self._worker, call.method.snake_name)(rows, call.request, call.context)
+        except asyncio.CancelledError as error:
+            raise RuntimeError(f"{call.method.name} raised CancelledError") from error
 
     def _encode(self, call: ActiveCall, result: CallResult) -> Any:
         """Stores the rows of a result and returns the response message."""

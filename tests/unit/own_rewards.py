@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -112,6 +113,17 @@ async def slow(prompt: str, response: str, ground_truth: str, metadata: Mapping[
         raise
     finally:
         under_way -= 1
+
+
+async def stubborn(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """Raises CancelledError, or waits as long as the response says, even if it is cancelled."""
+    if response == "cancelled":
+        raise asyncio.CancelledError
+    end = asyncio.get_running_loop().time() + float(response)
+    while (left := end - asyncio.get_running_loop().time()) > 0:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(left)
+    return 1.0
 
 
 @over_groups

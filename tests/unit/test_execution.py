@@ -440,3 +440,21 @@ def test_a_rank_that_does_not_tell_where_it_serves_is_named(monkeypatch: pytest.
     mine.store.set("rank/0", "{}")
     with pytest.raises(OutOfStep, match=r"rank 1 waited 0\.1 s for its peers; missing: \[2\]"):
         mine.exchange(Endpoint("here"), {})
+
+
+class Cancelling(Reference):
+    """A worker whose method raises CancelledError."""
+
+    def compute_ref_log_prob(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        raise asyncio.CancelledError
+
+
+def test_a_method_that_raises_cancelled_error_fails_its_call_and_cancels_nobody() -> None:
+    async def ask() -> None:
+        store = TensorStore(1 << 16)
+        queue = CallQueue(Cancelling(TABLE, Ranks(0, 1, 1)), store, fetch.Fetcher("", []))
+        with pytest.raises(RuntimeError, match="raised CancelledError"):
+            await asyncio.wait_for(call(queue, "a", 1), 20)
+        await queue.drain()
+
+    asyncio.run(ask())

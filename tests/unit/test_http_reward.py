@@ -435,6 +435,76 @@ def test_headers_come_from_the_environment_and_appear_nowhere_else(
     assert "tenant-7" not in told
 
 
+KEY = "sk-" + "0123456789abcdef" * 3
+FILL = "x" * (200 - 20)
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        (200, {"scores": [FILL + KEY]}),
+        (200, {"scores": [["'" + FILL + KEY]]}),
+        (200, {FILL + KEY: 1}),
+        (200, [[{"a": [FILL + KEY]}]]),
+        (200, {"results": [{"score": None, "error": FILL + KEY}]}),
+        (200, {"results": [{"score": 1, "metrics": FILL + KEY}]}),
+        (200, FILL + KEY),
+        (200, "x" * 780 + KEY),
+        (200, "<" + KEY),
+        (422, FILL + KEY),
+        (422, json.dumps({"detail": FILL + KEY})),
+    ],
+)
+def test_a_header_that_an_answer_repeats_is_redacted_before_the_answer_is_cut(
+    code: int, answer: Any, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERIFIER_AUTHORIZATION", f"Bearer {KEY}")
+    endpoint.answer = lambda number, body: (code, {}, answer)
+    (verdict,) = scored(table(endpoint, header_variables={"Authorization": "VERIFIER_AUTHORIZATION"}), "a")
+    assert verdict.error
+    assert KEY[:8] not in verdict.error
+
+
+@pytest.mark.parametrize("key", ["quote'\"slash/back\\slash-1", "a/b\\c"])
+@pytest.mark.parametrize("code", [200, 422])
+def test_a_header_with_characters_that_are_escaped_is_redacted_too(
+    key: str, code: int, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERIFIER_AUTHORIZATION", key)
+    settings = table(endpoint, header_variables={"Authorization": "VERIFIER_AUTHORIZATION"})
+    for answer in ({"scores": [key]}, json.dumps({"a": key})[:-1], json.dumps(key).replace("/", "\\/") + ","):
+        endpoint.answer = lambda number, body, answer=answer: (code, {}, answer)
+        (verdict,) = scored(settings, "a")
+        assert "***" in verdict.error
+        assert "slash" not in verdict.error
+
+
+def test_the_target_of_a_redirect_is_redacted_before_it_is_cut(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERIFIER_AUTHORIZATION", KEY)
+    endpoint.answer = lambda number, body: (307, {"Location": f"/{FILL[30:]}{KEY}"}, "")
+    (verdict,) = scored(table(endpoint, header_variables={"Authorization": "VERIFIER_AUTHORIZATION"}), "a")
+    assert "redirects to" in verdict.error
+    assert KEY[:8] not in verdict.error
+
+
+def test_names_of_metrics_are_redacted_and_words_of_the_format_are_read_as_they_are(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERIFIER_AUTHORIZATION", KEY)
+    monkeypatch.setenv("MODE", "score")
+    endpoint.answer = lambda number, body: (
+        200,
+        {},
+        {"results": [{"score": 0.5, "metrics": {f"echo {KEY}": 1}}]},
+    )
+    variables = {"Authorization": "VERIFIER_AUTHORIZATION", "X-Mode": "MODE"}
+    with scorer_of(table(endpoint, header_variables=variables)) as scorer:
+        assert verdicts(scorer.score_texts(rows("a"), call())) == [0.5]
+        assert scorer.metrics == {"extra/echo ***": (1.0, 1.0)}
+
+
 @pytest.mark.parametrize("value", [None, "", " \n", "two\nlines", "caf\xe9"])
 def test_a_header_without_a_usable_value_is_told_before_any_row(
     value: str | None, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch

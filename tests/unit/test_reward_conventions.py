@@ -199,6 +199,39 @@ def test_a_row_that_takes_too_long_is_cancelled_and_costs_no_other_row_its_score
     assert own_rewards.cancelled == 1
 
 
+def test_a_function_that_raises_cancelled_error_costs_only_its_row() -> None:
+    scorer = make_scorer(table("stubborn", concurrency=1, row_timeout_s=TIMEOUT_S))
+    try:
+        found = scorer.score_texts(rows("0", "cancelled", "0"), call())
+    finally:
+        scorer.close()
+    assert [each.error or each.score for each in found] == [
+        1.0,
+        f"{MODULE}:stubborn raised CancelledError",
+        1.0,
+    ]
+
+
+def test_a_coroutine_that_ignores_its_end_holds_up_neither_its_row_nor_its_call() -> None:
+    scorer = make_scorer(table("stubborn", concurrency=2, row_timeout_s=0.2))
+    started = time.monotonic()
+    try:
+        found = scorer.score_texts(rows("8", "0"), call())
+        assert [each.error or each.score for each in found] == [
+            f"{MODULE}:stubborn took longer than 0.2 s",
+            1.0,
+        ]
+    finally:
+        scorer.close()
+    scorer = make_scorer(table("stubborn", concurrency=2, row_timeout_s=TIMEOUT_S))
+    try:
+        with pytest.raises(DeadlineExceeded):
+            scorer.score_texts(rows("8", "8"), call(0.2))
+    finally:
+        scorer.close()
+    assert time.monotonic() - started < 6
+
+
 def test_rows_are_cancelled_with_their_call() -> None:
     own_rewards.cancelled = 0
     scorer = make_scorer(table("slow", concurrency=4, row_timeout_s=TIMEOUT_S))

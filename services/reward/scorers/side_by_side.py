@@ -14,6 +14,8 @@ R = TypeVar("R")
 
 LOOK_S = 0.05
 """Seconds between two checks whether the call should stop."""
+STOP_S = 10.0
+"""Seconds that cancelled scoring has to end, such as to end its processes."""
 
 
 async def score_side_by_side(
@@ -29,7 +31,8 @@ async def score_side_by_side(
             Cancelled when the call should stop.
 
     Raises:
-        CallCancelled, DeadlineExceeded: As raised by `call.check`, after all scoring has ended.
+        CallCancelled, DeadlineExceeded: As raised by `call.check`, after all scoring has ended or, if it does not end
+            when it is cancelled, after `STOP_S` seconds.
         Exception: The first one that `score` raised, after all scoring has ended.
     """
     results: dict[int, R] = {}
@@ -49,6 +52,10 @@ async def score_side_by_side(
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            ended, _ = await asyncio.wait(tasks, timeout=STOP_S)
+            await asyncio.gather(
+                *ended, return_exceptions=True
+            )  # so that none logs that nobody read its error
     await asyncio.gather(*tasks)
     return [results[number] for number in range(len(units))]
