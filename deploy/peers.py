@@ -17,6 +17,9 @@ PEER_TIMEOUT_S = 30.0
 of its host when one ends, so a rank of each host is enough."""
 INTERVAL_S = 1.0
 """Interval, in seconds, between two health checks of a rank."""
+PAUSE_S = 5.0
+"""Time, in seconds, between two polls from which this process counts as suspended, as by Ctrl-Z. A rank is not asked
+meanwhile, so that the time does not count as one without an answer."""
 
 
 class PeerWatch:
@@ -34,6 +37,7 @@ class PeerWatch:
         self._describe = worker_pb2_grpc.WorkerServiceStub(self._channel).Describe
         self._description: Any = None
         self._probes: dict[str, tuple[str, Probe]] = {}
+        self._polled = time.monotonic()
         self._next = 0.0
         self._seen: dict[str, float] = {}
 
@@ -44,6 +48,9 @@ class PeerWatch:
             ServiceLost: A rank has not answered for `PEER_TIMEOUT_S`; the text has its number, host and address.
         """
         now = time.monotonic()
+        pause, self._polled = now - self._polled, now
+        if pause > PAUSE_S:
+            self._seen = {host: seen + pause for host, seen in self._seen.items()}
         if now < self._next:
             return
         self._next = now + INTERVAL_S

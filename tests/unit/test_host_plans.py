@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
@@ -463,6 +464,33 @@ def test_a_rank_of_another_host_that_no_longer_answers_is_named(monkeypatch: pyt
         watch.close()
         for server in servers:
             server.stop(None).wait()
+
+
+def test_a_pause_of_the_supervisor_does_not_count_as_time_without_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Ranks()
+    server = healthy_rank(ranks)
+    watch = PeerWatch("actor", ranks.addresses[0], {"a": 0})
+    suspended_s = 0.0
+    clock = time.monotonic
+    monkeypatch.setattr(peers.time, "monotonic", lambda: clock() + suspended_s)
+    try:
+        watch.poll()
+        suspended_s = 2 * peers.PEER_TIMEOUT_S  # Ctrl-Z, then fg
+        watch.poll()
+        server.stop(None).wait()
+        for _ in range(10):  # each of them shorter than a pause
+            suspended_s += 0.9 * peers.PAUSE_S
+            with contextlib.suppress(ServiceLost):
+                watch.poll()
+                continue
+            break
+        else:
+            pytest.fail("a rank that does not answer is not named")
+    finally:
+        watch.close()
+        server.stop(None).wait()
 
 
 def test_the_dry_run_refuses_addresses_beyond_loopback_as_the_start_does(tmp_path: Path) -> None:
