@@ -17,6 +17,7 @@ from typing import Self
 
 from controller.config.config import Config
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
+from settings.service import ENDING_S
 
 STOP_TIMEOUT_S = 40.0
 EXPLAIN_TIMEOUT_S = 20.0
@@ -39,7 +40,8 @@ class LaunchedServices:
     """
 
     def __init__(self, config: Config, config_path: Path, log_dir: Path) -> None:
-        self._timeout_s = max(table.startup_timeout_s for table in config.services.values()) + 10
+        # The launcher may first wait for services that are about to end.
+        self._timeout_s = max(table.startup_timeout_s for table in config.services.values()) + ENDING_S + 10
         # The launcher ends with this process, even where this one is killed.
         tied = [sys.executable, "-m", "deploy.with_parent", str(os.getpid())]
         command = [sys.executable, "-m", "deploy", "up", str(config_path), "--log-dir", str(log_dir)]

@@ -23,11 +23,10 @@ from settings.fit import check_model_fits
 from settings.hub import DESCRIPTION, fetch
 from settings.memory.vllm_cache import check_vllm_cache
 from settings.reward import RewardTable
+from settings.service import ENDING_S
 from settings.services import Service
 from settings.transports import check_transport
 
-ENDING_S = 25.0
-"""Longest time, in seconds, to wait for a service that is about to end to free its address."""
 LEARNS_S = 2.0
 """Time, in seconds, within which a service that a killed controller has left begins to end."""
 FIND_FUNCTION = """

@@ -61,7 +61,7 @@ def stop(deployment: str, grace_s: float, started: Iterable[psutil.Process] = ()
 
     def living() -> list[psutil.Process]:
         # An unmarked process is found through its ancestors only, so it is remembered when they end first.
-        seen.update(find(deployment))
+        seen.update(find(deployment, started))
         return [process for process in seen if is_alive(process)]
 
     kill_after(grace_s, living)

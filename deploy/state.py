@@ -60,13 +60,6 @@ def claim(deployment: Deployment, grace_s: float) -> Iterator[None]:
     """
     path = _path(deployment)
     with _locked(path) as file:
-        for other in _directory().glob("*.json"):
-            up = _read(other) if other != path and _is_locked(other) else None
-            if up and up.log_dir == deployment.log_dir:
-                raise Refused(
-                    f"{deployment.log_dir}: {up.config} (supervisor pid {up.supervisor}) writes its logs there; choose "
-                    "another directory with --log-dir"
-                )
         if left := _parse(file.read()):
             processes.stop(left.id, grace_s)
         file.seek(0)
@@ -74,10 +67,23 @@ def claim(deployment: Deployment, grace_s: float) -> Iterator[None]:
         file.write(json.dumps(asdict(deployment)))
         file.flush()
         try:
+            _check_log_directory(deployment, path)
             yield
         finally:
             if not processes.find(deployment.id):
                 path.unlink()
+
+
+def _check_log_directory(deployment: Deployment, path: Path) -> None:
+    """Raises Refused if another deployment that is up writes its logs to the same directory. Called once the file of
+    the deployment, `path`, is written, so that of two that start at the same time at most one goes on."""
+    for other in _directory().glob("*.json"):
+        up = _read(other) if other != path and _is_locked(other) else None
+        if up and up.log_dir == deployment.log_dir:
+            raise Refused(
+                f"{deployment.log_dir}: {up.config} (supervisor pid {up.supervisor}) writes its logs there; choose "
+                "another directory with --log-dir"
+            )
 
 
 def find(config: Path, host: str | None = None) -> Deployment | None:
@@ -98,7 +104,7 @@ def find(config: Path, host: str | None = None) -> Deployment | None:
     ]
     if len(found) > 1:
         raise Refused(
-            f"{config} is up for hosts {', '.join(each.host for each in found)}; name one by --host"
+            f"{config} is up for hosts {', '.join(each.host or '(all)' for each in found)}; name one by --host"
         )
     return found[0] if found else None
 

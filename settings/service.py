@@ -12,6 +12,9 @@ from rlhf import addresses
 from settings.engines import Spec
 from settings.strict import Positive, Seconds, Strict
 
+ENDING_S = 25.0
+"""Longest time, in seconds, that a launcher waits for a service that is about to end to free its address."""
+
 
 class ServiceTable(Strict):
     """Settings common to services of every role."""
