@@ -194,23 +194,46 @@ async def _run(work: Callable[[], Any]) -> Any:
         if asyncio.iscoroutinefunction(function):
             return await work()
         ended: Promise[Any] = Promise()  # which cannot be cancelled: the thread goes on past a timeout
-        pass_on(on_thread(work, "environment"), ended)
+        pass_on(on_thread(partial(_without_stop, work), "environment"), ended)
         made = await asyncio.wrap_future(ended)
         return await made if isinstance(made, Awaitable) else made
     except SystemExit as error:  # which would end the event loop
         raise RuntimeError(f"called sys.exit({error.code})") from error
 
 
+def _without_stop(work: Callable[[], T]) -> T:
+    """Calls a function; raises RuntimeError where it raises StopIteration, which an asyncio future cannot hold."""
+    try:
+        return work()
+    except StopIteration as error:
+        raise RuntimeError("raised StopIteration") from error
+
+
 def _checked(answer: Any) -> Answer:
     """Returns the answer of an environment; raises EnvironmentFailed where it is none."""
-    if answer is None or isinstance(answer, str):
+    if answer is None:
+        return None
+    if isinstance(answer, str):
+        _check_encodable(answer)
         return answer
     is_list = isinstance(answer, Sequence) and not isinstance(answer, bytes)
     if is_list and answer and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in answer):
+        for message in answer:
+            if not all(isinstance(message[key], str) for key in ("role", "content")):
+                raise EnvironmentFailed(f"step: role and content of a message must be texts: {message!r:.80}")
+            _check_encodable(message["content"])
         return answer
     raise EnvironmentFailed(
         f"step: returned {answer!r:.80}; allowed: a text, a list of messages (with role and content), or None"
     )
+
+
+def _check_encodable(text: str) -> None:
+    """Raises EnvironmentFailed where a text cannot be sent, as it has half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EnvironmentFailed(f"step: returned a text that is no valid Unicode: {error.reason}") from error
 
 
 def _finite(reward: Any) -> float | None:

@@ -44,7 +44,8 @@ class EpisodePlayer:
 
     def __init__(self, config: Config, caller: EnvironmentCaller) -> None:
         self._table = config.rollout.environment
-        self._chat = Chat(config.tokenizer) if config.tokenizer else None
+        options = config.data.chat_options
+        self._chat = Chat(config.tokenizer, options=options) if config.tokenizer else None
         self._caller = caller
 
     @classmethod

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from controller.algorithms import find_algorithm
 from controller.config.config import Config, load
 from controller.config.rollout import RolloutTable
-from controller.data.chat import Chat
+from controller.data.chat import SAID, Chat
 from controller.mapping.record import record_dataflow
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.verdicts import first_causes
@@ -177,6 +177,20 @@ def test_messages_are_rendered_by_what_the_chat_template_adds(tmp_path: Path) ->
     policy = Policy(a=["message", "stop"], b=["stop"], c=["stop"])
     play(policy, config(model_directory(tmp_path)))
     assert policy.observed == [["<|im_end|>\n<|im_start|>tool\nfound<|im_end|>\n<|im_start|>assistant\n"]]
+
+
+def test_later_turns_have_the_options_of_the_chat_template(tmp_path: Path) -> None:
+    template = CHATML.replace("assistant\n", "assistant\n{{ '<think>' if enable_thinking else '</think>' }}")
+    given = config(model_directory(tmp_path, template))
+    data = given.data.model_copy(update={"chat_options": {"enable_thinking": True}})
+    policy = Policy(a=["message", "stop"], b=["stop"], c=["stop"])
+    play(policy, given.model_copy(update={"data": data}))
+    assert policy.observed[0][0].endswith("<|im_start|>assistant\n<think>")
+
+
+def test_messages_may_contain_the_text_that_stands_for_a_response(tmp_path: Path) -> None:
+    rest = Chat(model_directory(tmp_path)).continuation([{"role": "tool", "content": f"a {SAID} b"}])
+    assert rest == f"<|im_end|>\n<|im_start|>tool\na {SAID} b<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_messages_need_a_chat_template() -> None:
