@@ -219,9 +219,10 @@ def _checked(answer: Any) -> Answer:
     is_list = isinstance(answer, Sequence) and not isinstance(answer, bytes)
     if is_list and answer and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in answer):
         for message in answer:
-            if not all(isinstance(message[key], str) for key in ("role", "content")):
+            # A list has parts of a content, for templates that render these.
+            if not isinstance(message["role"], str) or not isinstance(message["content"], str | list):
                 raise EnvironmentFailed(f"step: role and content of a message must be texts: {message!r:.80}")
-            _check_encodable(message["content"])
+            _check_encodable(str(message["content"]))
         return answer
     raise EnvironmentFailed(
         f"step: returned {answer!r:.80}; allowed: a text, a list of messages (with role and content), or None"

@@ -193,6 +193,16 @@ def test_messages_may_contain_the_text_that_stands_for_a_response(tmp_path: Path
     assert rest == f"<|im_end|>\n<|im_start|>tool\na {SAID} b<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_messages_that_the_template_refuses_fail_their_episode_alone(tmp_path: Path) -> None:
+    refusing = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML
+    policy = Policy(a=["message"], b=["no", "stop"], c=["stop"])
+    batch = play(policy, config(model_directory(tmp_path, refusing)))
+    errors = texts_of(batch, "environment_error")
+    assert errors[0].startswith(f"environment {__name__}:Script: step: the chat template of")
+    assert errors[0].endswith("refuses it: no tools")
+    assert errors[1:] == ["", ""]
+
+
 def test_messages_need_a_chat_template() -> None:
     with pytest.raises(ConfigError, match="returned messages, and no service has a model directory"):
         play(Policy(a=["message"], b=["stop"], c=["stop"]))
