@@ -42,6 +42,7 @@ class Episode:
         turns: Number of turns so far.
         reward: Reward that the environment has given; None where it has none to give.
         error: Why a call of the environment failed, which has ended the episode; empty where none has.
+        is_closed: Whether the environment's method `close` was called.
     """
 
     row: Mapping[str, str]
@@ -49,6 +50,7 @@ class Episode:
     turns: int = 0
     reward: float | None = None
     error: str = ""
+    is_closed: bool = False
 
 
 def environment_factory(table: EnvironmentTable) -> Callable[..., Any] | None:
@@ -109,12 +111,18 @@ class EnvironmentCaller:
             if hasattr(episode.environment, "reward"):
                 episode.reward = _finite(await self._call(episode.environment.reward, "reward"))
 
+        self._each(finish, episodes)
+        self.end(episodes)
+
+    def end(self, episodes: Sequence[Episode]) -> None:
+        """Closes the environments with a method `close` that are not closed."""
+
         async def close(episode: Episode) -> None:
+            episode.is_closed = True
             if hasattr(episode.environment, "close"):
                 await self._call(episode.environment.close, "close")
 
-        self._each(finish, episodes)
-        self._each(close, episodes, failed=True)
+        self._each(close, [episode for episode in episodes if not episode.is_closed], failed=True)
 
     def close(self) -> None:
         """Ends the event loop. Calls that are under way on threads are left to end by themselves."""

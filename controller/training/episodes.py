@@ -20,7 +20,7 @@ from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.training.columns import count_tokens, texts_of
 from controller.training.environment import Answer, EnvironmentCaller, Episode, environment_factory
 from nccl_transfer.refs.batch import Batch, LocalColumn, lengths_of
-from rlhf.errors import ConfigError, InvalidRequest
+from rlhf.errors import ConfigError, DeadlineExceeded, InvalidRequest
 
 PARTIAL = {
     "response_ids": "partial_ids",
@@ -76,7 +76,17 @@ class EpisodePlayer:
         # Waits without the step, so that its gates stay closed: all turns are generated with the same weights.
         texts = {name: texts_of(prompts.of_step(None), name) for name in TEXTS if name in prompts}
         rows_of = [dict(zip(texts, row, strict=True)) for row in zip(*texts.values(), strict=True)]
-        episodes, seconds = [Episode(row) for row in rows_of], 0.0
+        episodes = [Episode(row) for row in rows_of]
+        try:
+            return self._played(prompts, episodes, generate)
+        except BaseException:
+            with contextlib.suppress(DeadlineExceeded):  # the first error counts
+                self._caller.end(episodes)
+            raise
+
+    def _played(self, prompts: FutureBatch, episodes: Sequence[Episode], generate: Generate) -> FutureBatch:
+        """As `play`; leaves environments open where it fails."""
+        seconds = 0.0
         active, rows, before = np.arange(prompts.rows), prompts.select(["prompt"]), np.zeros(prompts.rows)
         parts: list[FutureBatch] = []
         order: list[np.ndarray] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,9 @@ def config(model: Path | None = None, **environment: Any) -> Config:
     )
 
 
-def play(policy: Policy, given: Config | None = None, **columns: list[str]) -> FutureBatch:
+def play(
+    policy: Callable[[FutureBatch], FutureBatch], given: Config | None = None, **columns: list[str]
+) -> FutureBatch:
     rows = {"prompt": PROMPTS, "ground_truth": [""] * 3, "metadata": ['{"level": 1}'] * 3, **columns}
     with ExitStack() as opened:
         player = EpisodePlayer.of(given or config(), opened)
@@ -154,6 +157,22 @@ def test_an_episode_that_failed_has_the_error_of_a_row_that_was_not_scored() -> 
     assert errors.texts == [f"environment {__name__}:Script: step: ValueError: broken", "own", ""]
     assert "environment_reward" not in texts_of(batch, "metadata")[0]
     assert episode_metrics(batch.result(batch.columns))["episode/failed"] == pytest.approx(1 / 3)
+
+
+def test_environments_are_closed_once_where_a_turn_cannot_be_generated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(Script, "close", lambda self: closed.append(self.prompt), raising=False)
+
+    def lost(rows: FutureBatch) -> FutureBatch:
+        raise InvalidRequest("the rank is lost")
+
+    with pytest.raises(InvalidRequest, match="the rank is lost"):
+        play(lost)
+    assert sorted(closed) == PROMPTS
+    play(Policy(a=["stop"], b=["stop"], c=["raise"]))
+    assert sorted(closed) == sorted(PROMPTS * 2)
 
 
 def test_a_field_of_the_data_is_not_overwritten() -> None:
