@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import math
@@ -55,7 +56,7 @@ class Episode:
 
 def environment_factory(table: EnvironmentTable) -> Callable[..., Any] | None:
     """Imports the factory of `[rollout.environment]`; None where it names none. Raises ConfigError where it cannot be
-    imported, or cannot be called."""
+    imported, or cannot be called with a row and the options."""
     if not table.factory:
         return None
     try:
@@ -64,6 +65,20 @@ def environment_factory(table: EnvironmentTable) -> Callable[..., Any] | None:
         raise ConfigError(f"rollout.environment.factory: {error}") from error
     if not callable(found):
         raise ConfigError(f"rollout.environment.factory: {table.factory} cannot be called")
+    row = {"prompt": "", "ground_truth": "", "metadata": {}}
+    if taken := sorted(row.keys() & table.options.keys()):
+        raise ConfigError(f"rollout.environment.options: {', '.join(taken)}: fields of the row, no options")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # of an extension module
+        return found
+    try:
+        signature.bind(**row, **table.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"rollout.environment.options: {table.factory}{signature} cannot be called with prompt, ground_truth, "
+            f"metadata and options {sorted(table.options)}: {error}"
+        ) from None
     return found
 
 

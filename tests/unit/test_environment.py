@@ -240,3 +240,17 @@ def test_a_reward_that_is_no_finite_number_fails_the_episode(make: Make, reward:
 def test_a_factory_that_cannot_be_used_is_refused(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         environment_factory(EnvironmentTable(factory=name))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"marc": "!"}, "rollout.environment.options: .*Echo.* cannot be called .*'marc'"),
+        ({"metadata": {}}, "rollout.environment.options: metadata: fields of the row, no options"),
+    ],
+)
+def test_options_that_the_factory_does_not_take_are_refused(options: dict[str, Any], said: str) -> None:
+    table = EnvironmentTable(factory=f"{__name__}:Echo", options=options)
+    with pytest.raises(ConfigError, match=said):
+        environment_factory(table)
+    assert environment_factory(table.model_copy(update={"options": {"mark": "!"}})) is not None
