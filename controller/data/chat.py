@@ -69,8 +69,9 @@ class Chat:
         """
         begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
         alone, whole = self._rendered(begun, is_open=False), self._rendered([*begun, *messages])
-        _, found, end = alone.rpartition(SAID)
-        _, found_again, rest = whole.rpartition(SAID)
+        # The first: messages may contain the text as well.
+        _, found, end = alone.partition(SAID)
+        _, found_again, rest = whole.partition(SAID)
         if not (found and found_again and rest.startswith(end)):
             raise ConfigError(
                 f"the chat template of {self._directory} renders a message of the assistant in another way where "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import math
@@ -42,6 +43,7 @@ class Episode:
         turns: Number of turns so far.
         reward: Reward that the environment has given; None where it has none to give.
         error: Why a call of the environment failed, which has ended the episode; empty where none has.
+        is_closed: Whether the environment's method `close` was called.
     """
 
     row: Mapping[str, str]
@@ -49,11 +51,12 @@ class Episode:
     turns: int = 0
     reward: float | None = None
     error: str = ""
+    is_closed: bool = False
 
 
 def environment_factory(table: EnvironmentTable) -> Callable[..., Any] | None:
     """Imports the factory of `[rollout.environment]`; None where it names none. Raises ConfigError where it cannot be
-    imported, or cannot be called."""
+    imported, or cannot be called with a row and the options."""
     if not table.factory:
         return None
     try:
@@ -62,6 +65,20 @@ def environment_factory(table: EnvironmentTable) -> Callable[..., Any] | None:
         raise ConfigError(f"rollout.environment.factory: {error}") from error
     if not callable(found):
         raise ConfigError(f"rollout.environment.factory: {table.factory} cannot be called")
+    row = {"prompt": "", "ground_truth": "", "metadata": {}}
+    if taken := sorted(row.keys() & table.options.keys()):
+        raise ConfigError(f"rollout.environment.options: {', '.join(taken)}: fields of the row, no options")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # of an extension module
+        return found
+    try:
+        signature.bind(**row, **table.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"rollout.environment.options: {table.factory}{signature} cannot be called with prompt, ground_truth, "
+            f"metadata and options {sorted(table.options)}: {error}"
+        ) from None
     return found
 
 
@@ -109,12 +126,18 @@ class EnvironmentCaller:
             if hasattr(episode.environment, "reward"):
                 episode.reward = _finite(await self._call(episode.environment.reward, "reward"))
 
+        self._each(finish, episodes)
+        self.end(episodes)
+
+    def end(self, episodes: Sequence[Episode]) -> None:
+        """Closes the environments with a method `close` that are not closed."""
+
         async def close(episode: Episode) -> None:
+            episode.is_closed = True
             if hasattr(episode.environment, "close"):
                 await self._call(episode.environment.close, "close")
 
-        self._each(finish, episodes)
-        self._each(close, episodes, failed=True)
+        self._each(close, [episode for episode in episodes if not episode.is_closed], failed=True)
 
     def close(self) -> None:
         """Ends the event loop. Calls that are under way on threads are left to end by themselves."""
@@ -194,23 +217,47 @@ async def _run(work: Callable[[], Any]) -> Any:
         if asyncio.iscoroutinefunction(function):
             return await work()
         ended: Promise[Any] = Promise()  # which cannot be cancelled: the thread goes on past a timeout
-        pass_on(on_thread(work, "environment"), ended)
+        pass_on(on_thread(partial(_without_stop, work), "environment"), ended)
         made = await asyncio.wrap_future(ended)
         return await made if isinstance(made, Awaitable) else made
     except SystemExit as error:  # which would end the event loop
         raise RuntimeError(f"called sys.exit({error.code})") from error
 
 
+def _without_stop(work: Callable[[], T]) -> T:
+    """Calls a function; raises RuntimeError where it raises StopIteration, which an asyncio future cannot hold."""
+    try:
+        return work()
+    except StopIteration as error:
+        raise RuntimeError("raised StopIteration") from error
+
+
 def _checked(answer: Any) -> Answer:
     """Returns the answer of an environment; raises EnvironmentFailed where it is none."""
-    if answer is None or isinstance(answer, str):
+    if answer is None:
+        return None
+    if isinstance(answer, str):
+        _check_encodable(answer)
         return answer
     is_list = isinstance(answer, Sequence) and not isinstance(answer, bytes)
     if is_list and answer and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in answer):
+        for message in answer:
+            # A list has parts of a content, for templates that render these.
+            if not isinstance(message["role"], str) or not isinstance(message["content"], str | list):
+                raise EnvironmentFailed(f"step: role and content of a message must be texts: {message!r:.80}")
+            _check_encodable(str(message["content"]))
         return answer
     raise EnvironmentFailed(
         f"step: returned {answer!r:.80}; allowed: a text, a list of messages (with role and content), or None"
     )
+
+
+def _check_encodable(text: str) -> None:
+    """Raises EnvironmentFailed where a text cannot be sent, as it has half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EnvironmentFailed(f"step: returned a text that is no valid Unicode: {error.reason}") from error
 
 
 def _finite(reward: Any) -> float | None:

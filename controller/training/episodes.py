@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -14,11 +15,12 @@ import numpy as np
 
 from controller.config.config import Config
 from controller.data.chat import Chat
+from controller.data.prompt_form import NoTemplate
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.training.columns import count_tokens, texts_of
 from controller.training.environment import Answer, EnvironmentCaller, Episode, environment_factory
 from nccl_transfer.refs.batch import Batch, LocalColumn, lengths_of
-from rlhf.errors import ConfigError, InvalidRequest
+from rlhf.errors import ConfigError, DeadlineExceeded, InvalidRequest
 
 PARTIAL = {
     "response_ids": "partial_ids",
@@ -44,7 +46,8 @@ class EpisodePlayer:
 
     def __init__(self, config: Config, caller: EnvironmentCaller) -> None:
         self._table = config.rollout.environment
-        self._chat = Chat(config.tokenizer) if config.tokenizer else None
+        options = config.data.chat_options
+        self._chat = Chat(config.tokenizer, options=options) if config.tokenizer else None
         self._caller = caller
 
     @classmethod
@@ -68,12 +71,22 @@ class EpisodePlayer:
                 observation. Makes columns `PARTIAL` and turn, the text.
 
         Raises:
-            RlhfError: A call of the service failed, or messages cannot be rendered.
+            RlhfError: A call of the service failed, or there is no chat template for messages.
         """
         # Waits without the step, so that its gates stay closed: all turns are generated with the same weights.
         texts = {name: texts_of(prompts.of_step(None), name) for name in TEXTS if name in prompts}
         rows_of = [dict(zip(texts, row, strict=True)) for row in zip(*texts.values(), strict=True)]
-        episodes, seconds = [Episode(row) for row in rows_of], 0.0
+        episodes = [Episode(row) for row in rows_of]
+        try:
+            return self._played(prompts, episodes, generate)
+        except BaseException:
+            with contextlib.suppress(DeadlineExceeded):  # the first error counts
+                self._caller.end(episodes)
+            raise
+
+    def _played(self, prompts: FutureBatch, episodes: Sequence[Episode], generate: Generate) -> FutureBatch:
+        """As `play`; leaves environments open where it fails."""
+        seconds = 0.0
         active, rows, before = np.arange(prompts.rows), prompts.select(["prompt"]), np.zeros(prompts.rows)
         parts: list[FutureBatch] = []
         order: list[np.ndarray] = []
@@ -117,15 +130,22 @@ class EpisodePlayer:
         seconds = time.monotonic() - started
         observations: list[str | None] = [None] * len(episodes)
         for row, answer in zip(playing, answers, strict=True):
-            observations[row] = self._rendered(answer)
+            try:
+                observations[row] = self._rendered(answer)
+            except NoTemplate:
+                raise
+            except ConfigError as error:  # which these messages may have caused alone
+                episodes[row].error = f"environment {self._table.factory}: step: {error}"
+                logging.warning("an episode has failed: %s", episodes[row].error)
         return observations, seconds
 
     def _rendered(self, answer: Answer) -> str | None:
-        """Returns the text that an answer adds to the response. Raises ConfigError where it cannot be rendered."""
+        """Returns the text that an answer adds to the response. Raises ConfigError where it cannot be rendered, and
+        NoTemplate where there is no chat template."""
         if answer is None or isinstance(answer, str):
             return answer
         if self._chat is None:
-            raise ConfigError(
+            raise NoTemplate(
                 f"{self._table.factory} returned messages, and no service has a model directory with a chat template"
             )
         return self._chat.continuation(answer)

@@ -186,6 +186,37 @@ def test_an_answer_of_another_kind_fails_the_episode(make: Make, answer: Any) ->
     assert "allowed: a text, a list of messages (with role and content), or None" in episodes[0].error
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ([{"role": "tool", "content": None}], "role and content of a message must be texts"),
+        ([{"role": "tool", "content": {"sum": 2}}], "role and content of a message must be texts"),
+        ([{"role": "tool", "content": "\ud800"}], "no valid Unicode: surrogates not allowed"),
+        ("\ud800", "no valid Unicode: surrogates not allowed"),
+    ],
+)
+def test_an_answer_that_cannot_be_sent_fails_the_episode(make: Make, answer: Any, said: str) -> None:
+    class Odd(Echo):
+        def step(self, response: str) -> Any:
+            return answer
+
+    caller, episodes = make(Odd), [Episode(ROW)]
+    caller.make(episodes)
+    assert caller.step(episodes, ["a"]) == [None]
+    assert said in episodes[0].error
+
+
+def test_an_iterator_that_is_at_its_end_fails_the_episode_at_once(make: Make) -> None:
+    class Exhausted(Echo):
+        def step(self, response: str) -> Any:
+            return next(iter(()))
+
+    caller, episodes = make(Exhausted, timeout_s=5.0), [Episode(ROW)]
+    caller.make(episodes)
+    assert caller.step(episodes, ["a"]) == [None]
+    assert episodes[0].error == "environment mine:Own: step: RuntimeError: raised StopIteration"
+
+
 @pytest.mark.parametrize("reward", ["much", float("nan"), float("inf")])
 def test_a_reward_that_is_no_finite_number_fails_the_episode(make: Make, reward: Any) -> None:
     class Odd(Echo):
@@ -209,3 +240,17 @@ def test_a_reward_that_is_no_finite_number_fails_the_episode(make: Make, reward:
 def test_a_factory_that_cannot_be_used_is_refused(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         environment_factory(EnvironmentTable(factory=name))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"marc": "!"}, "rollout.environment.options: .*Echo.* cannot be called .*'marc'"),
+        ({"metadata": {}}, "rollout.environment.options: metadata: fields of the row, no options"),
+    ],
+)
+def test_options_that_the_factory_does_not_take_are_refused(options: dict[str, Any], said: str) -> None:
+    table = EnvironmentTable(factory=f"{__name__}:Echo", options=options)
+    with pytest.raises(ConfigError, match=said):
+        environment_factory(table)
+    assert environment_factory(table.model_copy(update={"options": {"mark": "!"}})) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from controller.algorithms import find_algorithm
 from controller.config.config import Config, load
 from controller.config.rollout import RolloutTable
-from controller.data.chat import Chat
+from controller.data.chat import SAID, Chat
 from controller.mapping.record import record_dataflow
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.verdicts import first_causes
@@ -107,7 +108,9 @@ def config(model: Path | None = None, **environment: Any) -> Config:
     )
 
 
-def play(policy: Policy, given: Config | None = None, **columns: list[str]) -> FutureBatch:
+def play(
+    policy: Callable[[FutureBatch], FutureBatch], given: Config | None = None, **columns: list[str]
+) -> FutureBatch:
     rows = {"prompt": PROMPTS, "ground_truth": [""] * 3, "metadata": ['{"level": 1}'] * 3, **columns}
     with ExitStack() as opened:
         player = EpisodePlayer.of(given or config(), opened)
@@ -156,6 +159,22 @@ def test_an_episode_that_failed_has_the_error_of_a_row_that_was_not_scored() -> 
     assert episode_metrics(batch.result(batch.columns))["episode/failed"] == pytest.approx(1 / 3)
 
 
+def test_environments_are_closed_once_where_a_turn_cannot_be_generated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(Script, "close", lambda self: closed.append(self.prompt), raising=False)
+
+    def lost(rows: FutureBatch) -> FutureBatch:
+        raise InvalidRequest("the rank is lost")
+
+    with pytest.raises(InvalidRequest, match="the rank is lost"):
+        play(lost)
+    assert sorted(closed) == PROMPTS
+    play(Policy(a=["stop"], b=["stop"], c=["raise"]))
+    assert sorted(closed) == sorted(PROMPTS * 2)
+
+
 def test_a_field_of_the_data_is_not_overwritten() -> None:
     with pytest.raises(InvalidRequest, match="a row of the data has a field 'environment_reward'"):
         play(Policy(a=["stop"], b=["stop"], c=["stop"]), metadata=['{"environment_reward": 1}'] * 3)
@@ -177,6 +196,30 @@ def test_messages_are_rendered_by_what_the_chat_template_adds(tmp_path: Path) ->
     policy = Policy(a=["message", "stop"], b=["stop"], c=["stop"])
     play(policy, config(model_directory(tmp_path)))
     assert policy.observed == [["<|im_end|>\n<|im_start|>tool\nfound<|im_end|>\n<|im_start|>assistant\n"]]
+
+
+def test_later_turns_have_the_options_of_the_chat_template(tmp_path: Path) -> None:
+    template = CHATML.replace("assistant\n", "assistant\n{{ '<think>' if enable_thinking else '</think>' }}")
+    given = config(model_directory(tmp_path, template))
+    data = given.data.model_copy(update={"chat_options": {"enable_thinking": True}})
+    policy = Policy(a=["message", "stop"], b=["stop"], c=["stop"])
+    play(policy, given.model_copy(update={"data": data}))
+    assert policy.observed[0][0].endswith("<|im_start|>assistant\n<think>")
+
+
+def test_messages_may_contain_the_text_that_stands_for_a_response(tmp_path: Path) -> None:
+    rest = Chat(model_directory(tmp_path)).continuation([{"role": "tool", "content": f"a {SAID} b"}])
+    assert rest == f"<|im_end|>\n<|im_start|>tool\na {SAID} b<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_messages_that_the_template_refuses_fail_their_episode_alone(tmp_path: Path) -> None:
+    refusing = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML
+    policy = Policy(a=["message"], b=["no", "stop"], c=["stop"])
+    batch = play(policy, config(model_directory(tmp_path, refusing)))
+    errors = texts_of(batch, "environment_error")
+    assert errors[0].startswith(f"environment {__name__}:Script: step: the chat template of")
+    assert errors[0].endswith("refuses it: no tools")
+    assert errors[1:] == ["", ""]
 
 
 def test_messages_need_a_chat_template() -> None:
