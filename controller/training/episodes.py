@@ -180,13 +180,13 @@ def _with_reward(episode: Episode) -> str:
     """Returns the metadata of an episode's row with the reward of its environment in field `REWARD`, if there is
     one. Raises InvalidRequest where the row has a field of this name."""
     text = episode.row.get("metadata") or "{}"
-    if episode.reward is None:
-        return text
     metadata = json.loads(text)
-    if REWARD in metadata:
+    if REWARD in metadata:  # a reward function would take it for that of the environment
         raise InvalidRequest(
             f"a row of the data has a field {REWARD!r}, which the environment's reward needs"
         )
+    if episode.reward is None:
+        return text
     return json.dumps({**metadata, REWARD: episode.reward})
 
 

@@ -180,6 +180,11 @@ def test_a_field_of_the_data_is_not_overwritten() -> None:
         play(Policy(a=["stop"], b=["stop"], c=["stop"]), metadata=['{"environment_reward": 1}'] * 3)
 
 
+def test_a_field_of_the_data_is_no_reward_of_an_environment_that_has_failed() -> None:
+    with pytest.raises(InvalidRequest, match="a row of the data has a field 'environment_reward'"):
+        play(Policy(a=["raise"], b=["raise"], c=["raise"]), metadata=['{"environment_reward": 1}'] * 3)
+
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
