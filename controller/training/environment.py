@@ -240,8 +240,9 @@ def _checked(answer: Any) -> Answer:
         _check_encodable(answer)
         return answer
     is_list = isinstance(answer, Sequence) and not isinstance(answer, bytes)
-    if is_list and answer and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in answer):
-        for message in answer:
+    messages: list[Any] = list(answer) if is_list else []
+    if messages and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
+        for message in messages:
             # A list has parts of a content, for templates that render these.
             if not isinstance(message["role"], str) or not isinstance(message["content"], str | list):
                 raise EnvironmentFailed(f"step: role and content of a message must be texts: {message!r:.80}")

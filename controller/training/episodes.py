@@ -84,7 +84,7 @@ class EpisodePlayer:
                 self._caller.end(episodes)
             raise
 
-    def _played(self, prompts: FutureBatch, episodes: Sequence[Episode], generate: Generate) -> FutureBatch:
+    def _played(self, prompts: FutureBatch, episodes: list[Episode], generate: Generate) -> FutureBatch:
         """As `play`; leaves environments open where it fails."""
         seconds = 0.0
         active, rows, before = np.arange(prompts.rows), prompts.select(["prompt"]), np.zeros(prompts.rows)
