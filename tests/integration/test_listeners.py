@@ -14,8 +14,8 @@ from integration.harness import ROOT, Cluster, abstract_sockets
 from integration.listeners import assert_closed, attack, ports_by_process
 from nccl_transfer.transports.tcp_wire import ADVERT
 
-ELSEWHERE = {"store", "nccl"}
-"""Names of ports that a deployment on one host without GPUs does not have."""
+ELSEWHERE = {"store", "nccl", "metrics"}
+"""Names of ports that a deployment on one host without GPUs does not have, whose controller serves no metrics."""
 
 
 def listed() -> set[str]:
