@@ -76,7 +76,7 @@ def claim(deployment: Deployment, grace_s: float) -> Iterator[None]:
 
 def _check_log_directory(deployment: Deployment, path: Path) -> None:
     """Raises Refused if another deployment that is up writes its logs to the same directory. Called once the file of
-    the deployment, `path`, is written, so that of two that start at the same time at most one goes on."""
+    the deployment, `path`, is written, so that of two that start at the same time at most one starts."""
     for other in _directory().glob("*.json"):
         up = _read(other) if other != path and _is_locked(other) else None
         if up and up.log_dir == deployment.log_dir:

@@ -35,7 +35,7 @@ SET_BY_RENDERING = frozenset(
 
 def _check_template(template: str) -> str:
     if template and template.count(QUESTION) != 1:
-        raise ValueError(f"{QUESTION} has to be in it exactly once (given: {template!r})")
+        raise ValueError(f"{QUESTION} must occur in it exactly once (given: {template!r})")
     return template
 
 

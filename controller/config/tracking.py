@@ -20,7 +20,7 @@ class TrackingTable(Strict):
     prometheus_port: int | None = Field(default=None, ge=1, le=65535)
     """Port at which the controller serves `/metrics` for Prometheus, without encryption. Default: it serves none."""
     prometheus_host: str = Field(default="127.0.0.1", min_length=1)
-    """Address of this host at which it listens. Whoever reaches another one than that of loopback reads the metrics."""
+    """Address of this host on which it listens. Beyond loopback, any client that can connect can read the metrics."""
 
     @field_validator("trackers")
     @classmethod

@@ -185,9 +185,7 @@ class CsvRows(TextRows):
         """Raises ConfigError where two fields have the same name, or one has none."""
         wrong = [name for name in self._names if not name or self._names.count(name) > 1]
         if wrong:
-            raise ConfigError(
-                f"{self._source}: the first line has to be the names of the fields, each once: {wrong[0]!r}"
-            )
+            raise ConfigError(f"{self._source}: the first line must name the fields, each once: {wrong[0]!r}")
 
     def _parsed(self, text: bytes) -> Row:
         values = next(iter(_CsvRecords(io.BytesIO(text))))

@@ -75,7 +75,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def start(self, run: TrackedRun, config: Mapping[str, Any], resumed_id: str) -> Started:
-        """Begins to track a run, or goes on.
+        """Starts to track a run, or continues to.
 
         Args:
             run: Facts of the run.

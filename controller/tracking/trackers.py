@@ -201,7 +201,9 @@ class TrackerFeed:
     def _trouble(self, text: str) -> None:
         if not (self.delivery.failed or self.delivery.dropped):
             text = without_credentials(text)
-            self._say(f"tracker {self._name}: {text}; the run goes on, and further failures are only counted")
+            self._say(
+                f"tracker {self._name}: {text}; the run continues, and further failures are only counted"
+            )
 
 
 class Trackers(Observer):

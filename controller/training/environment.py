@@ -25,7 +25,8 @@ LATE_S = 30.0
 blocks its event loop takes longer."""
 
 Answer = str | Messages | None
-"""What an environment returns for a turn: a text, or messages, which follow it; None ends the episode."""
+"""Answer of an environment to a turn: a text or messages, which are appended to the response; None ends the
+episode."""
 T = TypeVar("T")
 
 
@@ -216,7 +217,7 @@ async def _run(work: Callable[[], Any]) -> Any:
     try:
         if asyncio.iscoroutinefunction(function):
             return await work()
-        ended: Promise[Any] = Promise()  # which cannot be cancelled: the thread goes on past a timeout
+        ended: Promise[Any] = Promise()  # which cannot be cancelled: the thread continues after a timeout
         pass_on(on_thread(partial(_without_stop, work), "environment"), ended)
         made = await asyncio.wrap_future(ended)
         return await made if isinstance(made, Awaitable) else made

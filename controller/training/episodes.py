@@ -37,7 +37,7 @@ Generate = Callable[[FutureBatch], FutureBatch]
 
 
 class EpisodePlayer:
-    """Plays episodes: generates a turn of all of them, has their environments answer, and goes on with those that do.
+    """Plays episodes: generates a turn of each, calls the environments, and continues episodes that get an answer.
 
     Args:
         config: Configuration of the run, with a factory of environments.

@@ -1,5 +1,5 @@
 """Stacks of a process that hangs: on SIGUSR1 it prints those of all its threads, and of the tasks of its event loop, to
-stderr, and goes on. The threads are printed by the signal handler itself, so also where Python is blocked in C."""
+stderr, and continues. The threads are printed by the signal handler itself, so also where Python is blocked in C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Episodes of several turns: the response goes on with what an environment has added, token by token as it was."""
+"""Multi-turn episodes: a turn continues the previous tokens, unchanged, followed by the tokens that the environment
+added."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class JsonClient:
 
     async def post(self, body: Any) -> EndpointAnswer:
         """Posts a body and returns the answer, with retries. Texts and keys of the answer are `redacted`, so that
-        whoever reads it may cut and quote them.
+        it can then be cut and quoted safely.
 
         Raises:
             RewardFailed: A request failed for good, or all attempts failed; the text begins with the address.

@@ -170,7 +170,7 @@ class ComputeThread:
 
     def _call_method(self, call: ActiveCall, rows: CallRows) -> CallResult:
         """Calls the worker's method and returns its result on this rank. Raises RuntimeError where it raises
-        CancelledError, which would cancel whoever waits for the call, so that nobody would answer it."""
+        CancelledError, which would cancel the task that waits for the call and leave the call without an answer."""
         try:
             return getattr(self._worker, call.method.snake_name)(rows, call.request, call.context)
         except asyncio.CancelledError as error:

@@ -71,7 +71,7 @@ CASES = {
     f"{PPO} --set data.train=rows.tsv": "data.train: rows.tsv: no reader for files that end with '.tsv'; ",
     f"{PPO} --set data.train=short.csv": "data.train: short.csv:3: 1 field, and the first line names 2: prompt, ",
     f"{PPO} --set data.heldout_rows=1000000": "data.heldout_rows: 1000000 of the ",
-    f"{PPO} --set data.template=x": "data.template: {prompt} has to be in it exactly once (given: 'x')",
+    f"{PPO} --set data.template=x": "data.template: {prompt} must occur in it exactly once (given: 'x')",
     f"{PPO} --set run.epochs=2 --set run.steps=2": "config chaos.toml: run: give steps or epochs, not both",
     f"{PPO} --set data.train=nan.jsonl": "data.train: nan.jsonl:1: not JSON: NaN is not a number",
     f"{PPO} --set data.train=half.jsonl": "data.train: half.jsonl:2: not JSON: 'utf-8' codec can't encode",

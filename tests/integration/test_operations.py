@@ -1,4 +1,4 @@
-"""What operators do with a run: follow it in trackers and Prometheus, export checkpoints, look into services."""
+"""Trackers and Prometheus during a run, export of checkpoints, stacks and traces of services."""
 
 from __future__ import annotations
 

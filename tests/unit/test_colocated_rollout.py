@@ -56,7 +56,7 @@ def column(made: OneRank, name: str) -> list[float]:
 
 
 def iterations(made: OneRank) -> list[Any]:
-    """What two iterations of PPO generate, and the metrics of their updates."""
+    """Responses of two iterations of PPO, and the metrics of their updates."""
     found: list[Any] = []
     for _ in range(2):
         made.generate()

@@ -1,4 +1,4 @@
-"""What a run says at its start about responses that are longer than it trains on."""
+"""Warnings at the start of a run about responses that are longer than it trains on."""
 
 from __future__ import annotations
 

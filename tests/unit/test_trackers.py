@@ -175,7 +175,7 @@ def test_failures_are_shown_once_and_counted(tmp_path: Path, remembering: type[R
     assert sorted(line for line in said if "delivered" not in line) == [
         "tracker bad: failed at step 1: OSError: step 1: no route to host; the run goes on, and further failures are "
         "only counted",
-        "tracker none: failed at its start: RuntimeError: no account; the run goes on, and further failures are only "
+        "tracker none: failed at its start: RuntimeError: no account; the run continues, and further failures are only "
         "counted",
     ]
     assert "tracker bad: 1 records were delivered, 4 failed, 0 were dropped" in said
@@ -246,7 +246,7 @@ def test_a_stuck_tracker_holds_up_neither_the_run_nor_its_end(
     taken = time.monotonic() - began
     Stuck.free.set()
     assert taken < TIMEOUT_S / 2
-    assert "tracker stuck: is too slow, and records are dropped; the run goes on, and" in said[0]
+    assert "tracker stuck: is too slow, and records are dropped; the run continues, and" in said[0]
     assert "tracker stuck: did not end within 0.5 s; 3 records were waiting" in said
     assert json.loads((tmp_path / TRACKERS_FILE).read_text())["stuck"]["dropped"] >= 4
 
