@@ -14,6 +14,7 @@ from settings.generation import GeneratingTable
 from settings.hub import DESCRIPTION, fetch, hub_model
 from settings.memory.vllm_cache import check_vllm_cache
 from settings.model import ModelTable
+from settings.reward import RewardTable
 
 
 def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
@@ -75,15 +76,25 @@ def fetch_descriptions(config: Config) -> None:
 
 def check_models(config: Config) -> None:
     """Checks that the models of all services can be divided over their meshes, and accept a prompt with a response of
-    maximum length. Models whose config.json this host cannot read pass.
+    maximum length, and that a reward function that returns what environments have given has an environment. Models
+    whose config.json this host cannot read pass.
 
     Raises:
-        ConfigError: The check of a model failed; see `settings.fit.check_model_fits` and
+        ConfigError: The check of a model or a function failed; see `settings.fit.check_model_fits` and
             `settings.memory.vllm_cache.check_vllm_cache`.
     """
     for name, table in config.services.items():
         check_model_fits(name, table, config.rollout.max_response_tokens)
         check_vllm_cache(name, table, config.row_tokens)
+        returns_given = isinstance(table, RewardTable) and (table.kind, table.function) == (
+            "function",
+            "environment",
+        )
+        if returns_given and not config.rollout.environment.factory:
+            raise ConfigError(
+                f"services.{name}.function: environment returns the reward that the environment of an episode has "
+                "given, and rollout.environment.factory names none"
+            )
 
 
 def check_listening(config: Config) -> None:

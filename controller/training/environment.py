@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from controller.config.rollout import EnvironmentTable
 from controller.data.chat import Messages
-from controller.role_groups.futures import Promise, on_thread, pass_on, results
+from controller.role_groups.futures import Promise, on_thread, pass_on, results, then
 from controller.role_groups.loop import Loop
 from rlhf.errors import ConfigError, DeadlineExceeded
 from rlhf.plugins import PluginError, load_object
@@ -97,12 +97,12 @@ class EnvironmentCaller:
         self._loop = Loop(asyncio.new_event_loop(), "environment")
 
     def make(self, episodes: Sequence[Episode]) -> None:
-        """Makes the environments of episodes."""
+        """Makes the environments of episodes. One that is made after its timeout is closed at once."""
 
         async def make(episode: Episode) -> None:
             row = {**episode.row, "metadata": json.loads(episode.row.get("metadata") or "{}")}
             work = partial(self._factory, **row, **self._table.options)
-            episode.environment = await self._call(work, "")
+            episode.environment = await self._call(work, "", late=_close)
 
         self._each(make, episodes)
 
@@ -192,14 +192,21 @@ class EnvironmentCaller:
                 "".join(traceback.format_exception(cause)),
             )
 
-    async def _call(self, work: partial | Callable[[], Any], name: str) -> Any:
+    async def _call(
+        self, work: partial | Callable[[], Any], name: str, late: Callable[[Any], None] | None = None
+    ) -> Any:
         """Coroutine that calls a function of the user, on a thread unless it is a coroutine function.
+
+        Args:
+            work: The function.
+            name: Its name, for messages.
+            late: Called on the thread with a result that comes after the timeout. Default: nothing is.
 
         Raises:
             EnvironmentFailed: It raised an exception, or did not return in time.
         """
         named, timeout_s = f"{name}: " if name else "", self._table.timeout_s
-        task = asyncio.ensure_future(_run(work))
+        task = asyncio.ensure_future(_run(work, late))
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
         if not done:
             task.cancel()
@@ -212,17 +219,32 @@ class EnvironmentCaller:
         return task.result()
 
 
-async def _run(work: Callable[[], Any]) -> Any:
+async def _run(work: Callable[[], Any], late: Callable[[Any], None] | None = None) -> Any:
     function = work.func if isinstance(work, partial) else work
     try:
         if asyncio.iscoroutinefunction(function):
             return await work()
         ended: Promise[Any] = Promise()  # which cannot be cancelled: the thread continues after a timeout
         pass_on(on_thread(partial(_without_stop, work), "environment"), ended)
-        made = await asyncio.wrap_future(ended)
+        try:
+            made = await asyncio.wrap_future(ended)
+        except asyncio.CancelledError:
+            if late:
+                then(ended, late)
+            raise
         return await made if isinstance(made, Awaitable) else made
     except SystemExit as error:  # which would end the event loop
         raise RuntimeError(f"called sys.exit({error.code})") from error
+
+
+def _close(environment: Any) -> None:
+    """Closes an environment that no episode has; a coroutine is dropped, and errors are logged."""
+    try:
+        close = getattr(environment, "close", None)
+        if close and asyncio.iscoroutine(closing := close()):
+            closing.close()
+    except Exception:
+        logging.warning("an environment that was made late cannot be closed", exc_info=True)
 
 
 def _without_stop(work: Callable[[], T]) -> T:

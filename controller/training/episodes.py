@@ -32,6 +32,8 @@ ERRORS, TURNS, REWARD = "environment_error", "episode_turns", "environment_rewar
 """Columns of episodes: why each failed, and its number of turns; and the field of their metadata with the reward that
 the environment gave."""
 TEXTS = ("prompt", "ground_truth", "metadata")
+MAX_OBSERVATION = 262_144
+"""Most characters of an observation; a service tokenizes no longer texts."""
 
 Generate = Callable[[FutureBatch], FutureBatch]
 
@@ -143,12 +145,18 @@ class EpisodePlayer:
         """Returns the text that an answer adds to the response. Raises ConfigError where it cannot be rendered, and
         NoTemplate where there is no chat template."""
         if answer is None or isinstance(answer, str):
-            return answer
-        if self._chat is None:
+            text = answer
+        elif self._chat is None:
             raise NoTemplate(
                 f"{self._table.factory} returned messages, and no service has a model directory with a chat template"
             )
-        return self._chat.continuation(answer)
+        else:
+            text = self._chat.continuation(answer)
+        if text and len(text) > MAX_OBSERVATION:
+            raise ConfigError(
+                f"returned {len(text)} characters; at most {MAX_OBSERVATION} are added to a response"
+            )
+        return text
 
 
 def episode_metrics(batch: Batch) -> dict[str, float]:

@@ -19,6 +19,7 @@ from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import all_of, then
 from controller.role_groups.roles import RewardGroup
 from controller.training.columns import texts_of
+from controller.training.episodes import ERRORS
 from controller.training.scoring import (
     Settled,
     Verdict,
@@ -242,11 +243,11 @@ class Reward:
         return Settled(verdicts, causes, tuple(calls), scores)
 
     def _retried(self, part: WeightedRows, batch: FutureBatch, first: FutureBatch) -> Settled:
-        settled = Settled.of(first)
+        settled, lost = Settled.of(first), _rows_of_failed_episodes(batch, part.rows)
         for _ in range(self._failures.retries if self._failures.policy == "retry" else 0):
-            if not settled.causes:
+            failed = np.asarray(sorted(settled.causes.keys() - lost))
+            if not len(failed):
                 break
-            failed = np.asarray(sorted(settled.causes))
             if part.group.scores_groups:
                 failed = rows_of_groups(failed, _groups_of(batch)[part.rows])
             self._step_of(batch).note("reward/rows_retried", len(failed))
@@ -257,6 +258,14 @@ class Reward:
 
 def _spread_column(rows: int, numbers: np.ndarray, column: Column) -> Column:
     return LocalColumn(spread(rows, numbers, verdicts_of(column)))
+
+
+def _rows_of_failed_episodes(batch: FutureBatch, rows: np.ndarray) -> set[int]:
+    """Returns the places in `rows` of rows whose environment has failed, so that no retry scores them."""
+    if ERRORS not in batch:
+        return set()
+    errors = texts_of(batch.select([ERRORS]), ERRORS)
+    return {place for place, row in enumerate(rows.tolist()) if errors[row]}
 
 
 def _groups_of(batch: FutureBatch) -> np.ndarray:

@@ -87,7 +87,9 @@ class Episodes:
                 own += added
                 found.mask[row] += [False] * len(added)
                 found.going.append(row)
-            found.begun.append(len(own))
+                found.begun.append(len(own))
+            else:
+                found.begun.append(_last_turn(found.mask[row]))
         return found
 
     def prompts(self, prompts: Sequence[list[int]]) -> list[list[int]]:
@@ -105,6 +107,11 @@ class Episodes:
     def mask_column(self) -> Jagged[Tensor]:
         """Returns column "response_mask"."""
         return jagged_ids([list(map(int, row)) for row in self.mask], MASK_DTYPE)
+
+
+def _last_turn(mask: Sequence[bool]) -> int:
+    """Returns the index at which the last turn of a response begins: that behind the last token of an environment."""
+    return next((place for place in range(len(mask), 0, -1) if not mask[place - 1]), 0)
 
 
 def _lists(column: Jagged[Tensor]) -> list[list]:

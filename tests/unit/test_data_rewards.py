@@ -149,6 +149,16 @@ def test_a_row_is_sent_again_and_only_it() -> None:
     assert group.asked == [ROWS, ["c1"], ["c1"]]
 
 
+def test_a_row_whose_environment_has_failed_is_not_sent_again() -> None:
+    group = Group(failing("c1"))
+    batch = FutureBatch.of(
+        response=ROWS, environment_error=["" if text != "c1" else "broken" for text in ROWS]
+    )
+    with pytest.raises(RewardFailed, match="1 of 4 rows could not be scored"):
+        reward_of({"a": group}, {"all": {"a": 1.0}}, "retry").score(batch)
+    assert len(group.asked) == 1
+
+
 def test_a_row_that_fails_again_and_again_stops_the_run() -> None:
     group = Group(failing("c1"))
     with pytest.raises(RewardFailed, match=r"1 of 4 rows could not be scored; row 1: no score for c1"):

@@ -140,6 +140,25 @@ def test_a_call_that_takes_too_long_fails_its_episode(make: Make, is_async: bool
     released.set()
 
 
+def test_an_environment_that_is_made_after_its_timeout_is_closed(make: Make) -> None:
+    released, closed = threading.Event(), threading.Event()
+
+    class Late(Echo):
+        def __init__(self, *arguments: Any, **row: Any) -> None:
+            super().__init__(*arguments, **row)
+            released.wait(60)
+
+        def close(self) -> None:
+            closed.set()
+
+    caller, episodes = make(Late, timeout_s=0.2), [Episode(ROW)]
+    caller.make(episodes)
+    assert episodes[0].error == "environment mine:Own: no answer within timeout_s, 0.2"
+    assert not closed.is_set()
+    released.set()
+    assert closed.wait(30)
+
+
 def test_an_async_method_that_blocks_the_event_loop_ends_the_run(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -235,6 +235,23 @@ def test_a_stop_string_ends_a_turn_and_stays_in_its_tokens(rank: OneRank) -> Non
     assert stop in texts(rank, "response")[row], "of an earlier turn, it is part of the response"
 
 
+def test_the_text_of_a_last_turn_ends_before_its_stop_string_without_room_for_another_too(
+    rank: OneRank,
+) -> None:
+    take_turn(rank)
+    ids = rows(rank, "response_ids")
+    row = next(row for row, tokens in enumerate(ids) if EOS_ID not in tokens[:2])
+    stop = f"w{int(ids[row][1])}"
+    sampling = actor_pb2.Sampling(max_new_tokens=TURN_TOKENS, temperature=1.0, stop=[stop])
+    rank.steps = FIRST_STEP  # the same random numbers
+    take_turn(rank, sampling=sampling)
+    whole = texts(rank, "response")[row]
+    assert stop not in whole
+    take_turn(rank, OBSERVATIONS, sampling=sampling, most=TURN_TOKENS)
+    assert rows(rank, "response_ids")[row] == ids[row][:2], "there is no room"
+    assert texts(rank, "response")[row] == whole
+
+
 def test_what_cannot_be_an_episode_is_refused(rank: OneRank) -> None:
     with pytest.raises(InvalidRequest, match="segment_tokens does not go with episode"):
         take_turn(rank, segment_tokens=2)

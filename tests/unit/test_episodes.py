@@ -20,7 +20,7 @@ from controller.mapping.record import record_dataflow
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.verdicts import first_causes
 from controller.training.columns import texts_of
-from controller.training.episodes import EpisodePlayer, episode_metrics
+from controller.training.episodes import MAX_OBSERVATION, EpisodePlayer, episode_metrics
 from nccl_transfer.refs.batch import LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import ConfigError, InvalidRequest
@@ -39,6 +39,8 @@ class Script:
     def step(self, response: str) -> Any:
         if response == "raise":
             raise ValueError("broken")
+        if response == "endless":
+            return "x" * (MAX_OBSERVATION + 1)
         if response == "message":
             return [{"role": "tool", "content": "found"}]
         self.said += response
@@ -173,6 +175,15 @@ def test_environments_are_closed_once_where_a_turn_cannot_be_generated(
     assert sorted(closed) == PROMPTS
     play(Policy(a=["stop"], b=["stop"], c=["raise"]))
     assert sorted(closed) == sorted(PROMPTS * 2)
+
+
+def test_an_observation_that_no_service_would_tokenize_ends_its_episode_alone() -> None:
+    batch = play(Policy(a=["endless"], b=["x", "stop"], c=["stop"]))
+    assert texts_of(batch, "environment_error") == [
+        f"environment {__name__}:Script: step: returned 262145 characters; at most 262144 are added to a response",
+        "",
+        "",
+    ]
 
 
 def test_a_field_of_the_data_is_not_overwritten() -> None:

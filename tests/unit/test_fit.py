@@ -65,6 +65,13 @@ def test_a_dry_run_refuses_a_misfit(tmp_path: Path) -> None:
     assert (ran.exit_code, ran.output) == (2, f"error: {MISFIT}\n")
 
 
+def test_the_reward_of_an_environment_needs_one() -> None:
+    with pytest.raises(ConfigError, match=r"^services\.reward\.function: environment .*factory names none"):
+        check_models(load(QUICKSTART, ("services.reward.function=environment",)))
+    given = ("rollout.environment.factory=mine:Own", "rollout.environment.turn_tokens=4")
+    check_models(load(QUICKSTART, ("services.reward.function=environment", *given)))
+
+
 def short(directory: Path, positions: int) -> tuple[str, ...]:
     """Settings of a service whose model has so many positions, with responses of 100 tokens."""
     config = {"max_position_embeddings": positions}

@@ -86,7 +86,7 @@ def test_blank_lines_of_csv_are_no_rows(tmp_path: Path) -> None:
         ("a.csv", b'a,b\n1,"2\n3\n', r"a\.csv:3: not CSV: unexpected end of data"),
         ("a.csv", b'a,b\n1,2\n"1"x,2\n', r"a\.csv:3: not CSV: "),
         ("a.csv", b"a,b\n1,\xe9\n", r"a\.csv:2: not UTF-8"),
-        ("a.csv", b"a,a\n1,2\n", r"a\.csv: the first line has to be the names of the fields, each once: 'a'"),
+        ("a.csv", b"a,a\n1,2\n", r"a\.csv: the first line must name the fields, each once: 'a'"),
         ("a.csv", b"a,b\n", r"a\.csv has no rows"),
         (
             "a.tsv",

@@ -173,7 +173,7 @@ def test_failures_are_shown_once_and_counted(tmp_path: Path, remembering: type[R
     kinds = {"bad": Refusing, "none": NotStarting, "good": remembering}
     record(tmp_path, tracked(tmp_path, kinds, said), range(1, 5), summary=False)
     assert sorted(line for line in said if "delivered" not in line) == [
-        "tracker bad: failed at step 1: OSError: step 1: no route to host; the run goes on, and further failures are "
+        "tracker bad: failed at step 1: OSError: step 1: no route to host; the run continues, and further failures are "
         "only counted",
         "tracker none: failed at its start: RuntimeError: no account; the run continues, and further failures are only "
         "counted",
