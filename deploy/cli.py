@@ -249,9 +249,12 @@ def logs(config: Path, service: str | None, host: str | None, follow: bool) -> N
     services = load(config, deployment.settings if deployment else ()).services
     if service is not None and service not in services:
         raise ConfigError(f"no service {service!r}; there are: {', '.join(services)}")
-    found = [
-        log for name in ([service] if service else services) if (log := directory / f"{name}.log").exists()
-    ]
+    # Those of each of several hosts are in a directory of their own.
+    places = (
+        [directory] if deployment or host else [directory, *sorted(filter(Path.is_dir, directory.glob("*")))]
+    )
+    names = [service] if service else list(services)
+    found = [log for place in places for name in names if (log := place / f"{name}.log").exists()]
     if not found:
         raise RlhfError(f"there is no log of {service or 'a service'} in {directory}")
     with contextlib.suppress(KeyboardInterrupt):
@@ -319,7 +322,7 @@ def _up(launcher: LaunchOptions, config: Config, deployment: Deployment, only: t
         state.claim(deployment, launcher.grace_s),
         Supervisor(config, deployment, only, launcher, say=_say) as supervisor,
     ):
-        supervisor.start()
+        supervisor.start(lambda: bool(received))
         if deployment.settings:
             _say(f"with {_flags(deployment.settings)}")
         ready = False

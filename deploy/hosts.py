@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from controller.config.config import Config
 from controller.config.devices import host_of
 from controller.config.hosts import address_host, rank_hosts
+from deploy.ending import never, probe_when_free
 from rlhf.addresses import check_address, is_loopback, is_wildcard, listening, names_loopback, overlap, probe
 from rlhf.errors import ConfigError
 from settings.service import ServiceTable
@@ -104,14 +105,15 @@ def store_address(table: ServiceTable) -> str:
 
 def store_listens_on(table: ServiceTable) -> str:
     """Returns host:port that rank 0 opens this store on: `bind_host` of the table, unless it is a wildcard, since the
-    store asks nobody who they are."""
+    store authenticates no client."""
     port = store_address(table).rpartition(":")[2]
     host = address_host(table.address) if is_wildcard(table.bind_host) else table.bind_host
     return f"{host or address_host(table.address)}:{port}"
 
 
-def check_stores(config: Config, plan: HostPlan) -> None:
-    """Checks the stores of services over several hosts, of those whose rank 0 is on this host.
+def check_stores(config: Config, plan: HostPlan, should_stop: Callable[[], bool] = never) -> None:
+    """Checks the stores of services over several hosts, of those whose rank 0 is on this host; waits as
+    `probe_when_free`.
 
     Raises:
         ConfigError: A port is above 65535, is in use or taken by another service of this host, or only this host
@@ -137,7 +139,7 @@ def check_stores(config: Config, plan: HostPlan) -> None:
                     f"{key}: {_purpose(place)} is taken by services.{other}, which listens on {its}"
                 )
         with _named(key, place):
-            probe(place)
+            probe_when_free(place, table.address, should_stop)
         taken[name + "'s store"] = place
 
 

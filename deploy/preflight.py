@@ -8,27 +8,20 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-import psutil
-
 from controller.config.config import Config
-from deploy.health import SERVING, ask
-from deploy.processes import POLL_S, is_marked
+from deploy.ending import never, probe_when_free
 from rlhf import addresses
 from rlhf.errors import ConfigError
 from settings.fit import check_model_fits
 from settings.hub import DESCRIPTION, fetch
 from settings.memory.vllm_cache import check_vllm_cache
 from settings.reward import RewardTable
-from settings.service import ENDING_S
 from settings.services import Service
 from settings.transports import check_transport
 
-LEARNS_S = 2.0
-"""Time, in seconds, within which a service that a killed controller has left begins to end."""
 FIND_FUNCTION = """
 import json, os, sys
 from rlhf.errors import ConfigError
@@ -45,13 +38,19 @@ os._exit(1 if cause else 0)
 started end with it."""
 
 
-def check(config: Config, names: list[str], elsewhere: Collection[str] = ()) -> None:
+def check(
+    config: Config,
+    names: list[str],
+    elsewhere: Collection[str] = (),
+    should_stop: Callable[[], bool] = never,
+) -> None:
     """Checks that the services `names` can be started on this host.
 
     Args:
         config: Configuration of the run.
         names: Names of the services.
         elsewhere: Names of those whose rank 0, which listens on the service's address, is on another host.
+        should_stop: As for `probe_when_free`.
 
     Raises:
         ConfigError: torch or another package that they need is not installed, the environment lacks a header of a
@@ -75,7 +74,7 @@ def check(config: Config, names: list[str], elsewhere: Collection[str] = ()) -> 
         check_transports(name, config.services[name])
     first_here = {name: config.services[name] for name in names if name not in elsewhere}
     for name, table in first_here.items():
-        check_address(name, table)
+        check_address(name, table, should_stop)
     check_ports(first_here)
     security = config.security.load()
     for name in names:
@@ -186,38 +185,16 @@ def check_ports(services: Mapping[str, Service]) -> None:
         seen.append((name, table, here))
 
 
-def check_address(name: str, table: Service) -> None:
-    """Checks that rank 0 of the service can listen on its address. Waits for up to `ENDING_S` for a service there that
-    rlhf-deploy has started and that is about to end, such as that of a run whose controller has just been killed.
+def check_address(name: str, table: Service, should_stop: Callable[[], bool] = never) -> None:
+    """Checks that rank 0 of the service can listen on its address; waits as `probe_when_free`.
 
     Raises:
         ConfigError: The address is in use, or not this host's.
     """
-    began = time.monotonic()
-    while True:
-        try:
-            return addresses.probe(table.bind_address)
-        except OSError as error:
-            waited = time.monotonic() - began
-            if error.errno == errno.EADDRINUSE and waited < ENDING_S and _is_ending(table, waited):
-                time.sleep(POLL_S)
-                continue
-            raise ConfigError(
-                f"services.{name}.{table.bind_key}: {table.bind_address} {_why(error)}"
-            ) from None
-
-
-def _is_ending(table: Service, waited_s: float) -> bool:
-    """Returns whether a process of a deployment listens on the service's port and does not serve, or has served for
-    less than `LEARNS_S` of the wait: it takes a moment until a service learns that its controller has ended."""
-    port = int(table.bind_address.rpartition(":")[2])
-    pids = {each.pid for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port}
     try:
-        if not any(pid and is_marked(psutil.Process(pid)) for pid in pids):
-            return False
-    except psutil.NoSuchProcess:  # it has just ended
-        return True
-    return waited_s < LEARNS_S or ask(table.address).state != SERVING
+        probe_when_free(table.bind_address, table.address, should_stop)
+    except OSError as error:
+        raise ConfigError(f"services.{name}.{table.bind_key}: {table.bind_address} {_why(error)}") from None
 
 
 def _is_installed(package: str) -> bool:

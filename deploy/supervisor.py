@@ -15,6 +15,7 @@ import psutil
 from controller.config.config import Config
 from deploy import preflight, processes, with_parent
 from deploy.devices import gpu_variables, gpus_by_service, visible_gpus
+from deploy.ending import never
 from deploy.health import Probe
 from deploy.hosts import HostPlan, check_stores, store_address, store_listens_on
 from deploy.launch import Job, LaunchOptions, environment
@@ -94,18 +95,23 @@ class Supervisor:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def start(self) -> None:
+    def start(self, should_stop: Callable[[], bool] = never) -> None:
         """Starts all ranks of the services, and returns before the services are healthy.
+
+        Args:
+            should_stop: Returns True where no further service is to be started. Default: never.
 
         Raises:
             ConfigError: A service cannot run on this host; nothing was started.
             RlhfError: A log cannot be written.
         """
         plan = self._plan
-        preflight.check(self._config, plan.names, plan.elsewhere)
-        check_stores(self._config, plan)
+        preflight.check(self._config, plan.names, plan.elsewhere, should_stop)
+        check_stores(self._config, plan, should_stop)
         self._gpus = gpus_by_service(self._config, plan.names, visible_gpus(os.environ), plan.host)
         for name in plan.names:
+            if should_stop():
+                return
             self._start(name)
 
     def poll(self) -> bool:

@@ -240,6 +240,32 @@ def test_up_waits_for_services_of_another_config_that_are_about_to_end(host: Hos
     assert end_of(following)[0] == end_of(supervisor)[0] == 0
 
 
+def test_ctrl_c_ends_the_wait_for_services_that_are_about_to_end(host: Host) -> None:
+    host.flags = {"one": ["--linger", "6"], "supervisor": ["--patient"]}
+    supervisor = host.up()
+    shutil.copy(host.config, host.directory / "other.toml")
+    supervisor.send_signal(signal.SIGTERM)
+    host.flags = {}
+    following = host.start("up", "other.toml")
+    time.sleep(2.0)
+    began = time.monotonic()
+    following.send_signal(signal.SIGINT)
+    code, out, err = end_of(following)
+    assert (code, out) == (130, "")
+    assert "started" not in err
+    assert supervisor.poll() is None, "the wait was not over"
+    assert time.monotonic() - began < 4
+    assert end_of(supervisor)[0] == 0
+
+
+def test_logs_of_several_hosts_are_found_when_nothing_is_up(host: Host) -> None:
+    for name in "ab":
+        (host.logs / f"node-{name}").mkdir(parents=True)
+        (host.logs / f"node-{name}" / "one.log").write_text(f"of {name}\n")
+    code, out, _ = host.run("logs", "two.toml", "one")
+    assert (code, out) == (0, "one | of a\none | of b\n")
+
+
 def test_two_deployments_do_not_share_a_directory_of_logs(host: Host) -> None:
     supervisor = host.up()
     shutil.copy(host.config, host.directory / "other.toml")
