@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 from pydantic import model_validator
@@ -12,7 +14,7 @@ from pydantic import model_validator
 from rlhf.access import Access
 from rlhf.errors import ConfigError
 from rlhf.security import Certificates, Security, adopt
-from settings.strict import Strict, override, read_toml, validate
+from settings.strict import Strict, read_tables, validate
 
 TOKEN_FILE = "RLHF_TOKEN_FILE"
 """Environment variable with the path of the token that this process sends to all servers as a client. If it is not
@@ -88,7 +90,17 @@ def load_security(path: Path, settings: tuple[str, ...] = ()) -> Security:
     Raises:
         ConfigError: The table is invalid, or a file that it names cannot be read.
     """
-    table = override(read_toml(path), settings).get("security", {})
+    return security_of(read_tables(path, settings), path)
+
+
+def security_of(tables: Mapping[str, Any], path: Path) -> Security:
+    """Returns the credentials of the table `[security]` among the tables of a config file; errors as `load_security`.
+
+    Args:
+        tables: The tables.
+        path: The config file, for messages.
+    """
+    table = tables.get("security", {})
     if not isinstance(table, dict):
         raise ConfigError(f"config {path}: security: must be a table (given: {table!r})")
     return validate(SecurityTable, table, f"{path}: security").load()

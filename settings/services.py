@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from settings.explain import explain
 from settings.generation import RESPONSE_TOKENS
 from settings.losses import LOSSES
 from settings.service import ServiceTable
-from settings.strict import override, read_toml
+from settings.strict import read_tables
 
 
 def table_type(role: str) -> type[ServiceTable]:
@@ -65,7 +66,18 @@ def load_service(path: Path, name: str, settings: tuple[str, ...] = ()) -> Any:
     Raises:
         ConfigError: The file cannot be read or is not TOML, it has no such table, or the table is invalid.
     """
-    services = override(read_toml(path), settings).get("services", {})
+    return service_of(read_tables(path, settings), name, path)
+
+
+def service_of(tables: Mapping[str, Any], name: str, path: Path) -> Any:
+    """Returns the table `[services.NAME]` of the tables of a config file, as `load_service`.
+
+    Args:
+        tables: The tables.
+        name: Name of the service.
+        path: The config file, for messages.
+    """
+    services = tables.get("services", {})
     if not isinstance(services, dict) or name not in services:
         known = sorted(services) if isinstance(services, dict) else []
         raise ConfigError(
@@ -78,29 +90,26 @@ def load_service(path: Path, name: str, settings: tuple[str, ...] = ()) -> Any:
         raise ConfigError(f"config {path}: {why}") from None
 
 
-def output_roots(path: Path, table: ServiceTable, settings: tuple[str, ...] = ()) -> tuple[Path, ...]:
+def output_roots(tables: Mapping[str, Any], table: ServiceTable) -> tuple[Path, ...]:
     """Returns the absolute directories below which a service may write: `output_roots` of its table, or, where that
     is empty, `directory` of `[run]` in the config file.
 
     Args:
-        path: The config file.
+        tables: Tables of the config file.
         table: Table of the service.
-        settings: Overrides "key.path=value" of the file's values.
     """
-    run = override(read_toml(path), settings).get("run", {})
+    run = tables.get("run", {})
     runs = run.get("directory", "runs") if isinstance(run, dict) else "runs"
     return tuple(root.resolve() for root in table.output_roots or (Path(runs),))
 
 
-def row_tokens(path: Path, settings: tuple[str, ...] = ()) -> int:
+def row_tokens(tables: Mapping[str, Any]) -> int:
     """Returns the most tokens of a prompt and its response together in the run that a config file describes, 0 where
     `data.max_prompt_tokens` is not set.
 
     Args:
-        path: The config file.
-        settings: Overrides "key.path=value" of the file's values.
+        tables: Tables of the config file.
     """
-    tables = override(read_toml(path), settings)
     data, rollout = (
         table if isinstance(table := tables.get(key), dict) else {} for key in ("data", "rollout")
     )
@@ -111,26 +120,24 @@ def row_tokens(path: Path, settings: tuple[str, ...] = ()) -> int:
     return prompt + response if are_sizes else 0
 
 
-def shares_devices(path: Path, table: ServiceTable, settings: tuple[str, ...] = ()) -> bool:
+def shares_devices(tables: Mapping[str, Any], table: ServiceTable) -> bool:
     """Returns whether other services may be on the devices of a service: its table names a pool, or the config file has
     a `placement`.
 
     Args:
-        path: The config file.
+        tables: Tables of the config file.
         table: Table of the service.
-        settings: Overrides "key.path=value" of the file's values.
     """
-    return bool(table.pool) or "placement" in override(read_toml(path), settings)
+    return bool(table.pool) or "placement" in tables
 
 
-def named_losses(path: Path, settings: tuple[str, ...] = ()) -> frozenset[str]:
+def named_losses(tables: Mapping[str, Any]) -> frozenset[str]:
     """Returns the losses that `[algorithm]` of a config file names, by its keys surrogate and value_loss. These are the
     only ones that a service imports as "module:object".
 
     Args:
-        path: The config file.
-        settings: Overrides "key.path=value" of the file's values.
+        tables: Tables of the config file.
     """
-    table = override(read_toml(path), settings).get("algorithm", {})
+    table = tables.get("algorithm", {})
     given = [table.get(key) for key in LOSSES] if isinstance(table, dict) else []
     return frozenset(name for name in given if isinstance(name, str))

@@ -49,6 +49,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config {path}: not TOML: {error}") from None
 
 
+def read_tables(path: Path, settings: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Returns the tables of a TOML file with overrides as of `override`. Raises ConfigError where the file or an
+    override cannot be read."""
+    return override(read_toml(path), settings)
+
+
 def override(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str, Any]:
     """Sets values in `tables`, in place, and returns them.
 

@@ -36,9 +36,10 @@ from settings.fit import check_model_fits, sized_for_rows
 from settings.hub import fetch, hub_model
 from settings.model import ModelTable
 from settings.rollout import RolloutServiceTable
-from settings.security import load_security
+from settings.security import security_of
 from settings.service import ServiceTable
-from settings.services import load_service, named_losses, output_roots, row_tokens, shares_devices
+from settings.services import named_losses, output_roots, row_tokens, service_of, shares_devices
+from settings.strict import read_tables
 
 PR_SET_PDEATHSIG = 1
 
@@ -87,12 +88,13 @@ def command(spec: RoleSpec) -> click.Command:
             use_huge_pages()
             _remove_torchrun_directories()
             _warn_of_open_store()
-            table = load_service(config, name, settings)
-            security.adopt(load_security(config, settings))
-            local = sized_for_rows(_with_local_model(table, name), row_tokens(config, settings))
+            tables = read_tables(config, settings)
+            table = service_of(tables, name, config)
+            security.adopt(security_of(tables, config))
+            local = sized_for_rows(_with_local_model(table, name), row_tokens(tables))
             _check(local, spec.name, name)
-            roots, losses = output_roots(config, table, settings), named_losses(config, settings)
-            shares = shares_devices(config, table, settings)
+            roots, losses = output_roots(tables, table), named_losses(tables)
+            shares = shares_devices(tables, table)
             _serve(local, name, spec.worker, roots, losses, given=table, shares=shares)
         except (RlhfError, OSError) as error:
             print(f"fatal: {name}: {error}".replace("\n", " "), file=sys.stderr, flush=True)

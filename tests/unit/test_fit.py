@@ -19,6 +19,7 @@ from settings.actor import ActorTable
 from settings.fit import check_model_fits, read_shape, sized_for_rows
 from settings.reward import RewardTable
 from settings.services import load_service, row_tokens, shares_devices
+from settings.strict import read_tables
 
 QUICKSTART = Path(__file__).parents[2] / "deploy/quickstart/quickstart.toml"
 SHAPE = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96}
@@ -200,7 +201,9 @@ def test_the_length_of_vllms_rows_is_that_of_the_run(
         f"services.actor.model='{model(tmp_path, LLAMA)}'",
         *keys,
     )
-    table = sized_for_rows(load_service(QUICKSTART, "actor", settings), row_tokens(QUICKSTART, settings))
+    table = sized_for_rows(
+        load_service(QUICKSTART, "actor", settings), row_tokens(read_tables(QUICKSTART, settings))
+    )
     assert isinstance(table, ActorTable)
     assert table.vllm.max_model_len == expected
 
@@ -208,10 +211,10 @@ def test_the_length_of_vllms_rows_is_that_of_the_run(
 def test_services_and_controller_agree_on_the_length_of_rows(tmp_path: Path) -> None:
     prompt = "data.max_prompt_tokens=10"
     for keys in ((), (prompt,), (prompt, "rollout.max_response_tokens=7")):
-        assert load(QUICKSTART, keys).row_tokens == row_tokens(QUICKSTART, keys)
+        assert load(QUICKSTART, keys).row_tokens == row_tokens(read_tables(QUICKSTART, keys))
     path = tmp_path / "short.toml"
     path.write_text("[data]\nmax_prompt_tokens = 5\n")
-    assert row_tokens(path) == 5 + RolloutTable().max_response_tokens
+    assert row_tokens(read_tables(path)) == 5 + RolloutTable().max_response_tokens
 
 
 @pytest.mark.parametrize("config", [None, [], {"num_attention_heads": None}])
@@ -232,4 +235,4 @@ def test_a_service_without_a_model_fits() -> None:
 def test_services_of_a_pool_or_a_placement_may_share_devices(settings: tuple[str, ...], shares: bool) -> None:
     """They keep no memory of the device cached between calls."""
     table = load_service(QUICKSTART, "actor", settings)
-    assert shares_devices(QUICKSTART, table, settings) is shares
+    assert shares_devices(read_tables(QUICKSTART, settings), table) is shares

@@ -25,7 +25,7 @@ from services.actor.losses import surrogate_of
 from services.roles.loss_options import PolicyLossOptions, ValueLossOptions, read_knobs, token_loss
 from settings.losses import LOSSES, POLICY_LOSSES, VALUE_LOSSES, LossSpec, find_policy_loss
 from settings.services import named_losses
-from settings.strict import Positive, Strict
+from settings.strict import Positive, Strict, read_tables
 
 QUICKSTARTS = Path(__file__).parent.parent.parent / "deploy" / "quickstart"
 TOLD = 1e-3
@@ -129,8 +129,11 @@ def test_a_request_imports_no_module_that_the_config_of_the_service_does_not_nam
         read_knobs(PolicyLossOptions, message, {"settings.losses:another"})
     path = tmp_path / "services.toml"
     path.write_text(f'[algorithm]\nsurrogate = "{GATE}"\n')
-    assert read_knobs(PolicyLossOptions, message, named_losses(path)).surrogate == GATE
-    assert named_losses(path, ("algorithm.surrogate=ppo", "algorithm.value_loss=a:b")) == {"ppo", "a:b"}
+    assert read_knobs(PolicyLossOptions, message, named_losses(read_tables(path))).surrogate == GATE
+    assert named_losses(read_tables(path, ("algorithm.surrogate=ppo", "algorithm.value_loss=a:b"))) == {
+        "ppo",
+        "a:b",
+    }
 
 
 def test_every_knob_of_the_value_loss_reaches_the_service() -> None:
