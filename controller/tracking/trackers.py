@@ -90,7 +90,7 @@ class TrackerFeed:
 
     Args:
         name: Name of the tracker, for messages.
-        tracker: The tracker.
+        kind: Class of the tracker, which is constructed on the thread.
         run, config, resumed_id: Arguments of `Tracker.start`.
         done: Number of the step after which the run is resumed; -1: it begins. The records of the run directory up to
             it that the tracker does not hold are sent first.
@@ -101,7 +101,7 @@ class TrackerFeed:
     def __init__(
         self,
         name: str,
-        tracker: Tracker,
+        kind: type[Tracker],
         run: TrackedRun,
         config: Mapping[str, Any],
         resumed_id: str,
@@ -111,7 +111,7 @@ class TrackerFeed:
     ) -> None:
         self.delivery = Delivery()
         self.id = resumed_id
-        self._name, self._tracker = name, tracker
+        self._name, self._kind = name, kind
         self._run, self._config, self._done = run, config, done
         self._say, self._started = say, started
         self._waiting: queue.Queue[_Record | _End] = queue.Queue(MAX_WAITING)
@@ -168,6 +168,7 @@ class TrackerFeed:
         return True
 
     def _start(self) -> None:
+        self._tracker = self._kind()
         started = self._tracker.start(self._run, self._config, self.id)
         self.id, self._last_step = started.id, started.last_step
         if started.url:
@@ -239,7 +240,7 @@ class Trackers(Observer):
         self._feeds = {
             name: TrackerFeed(
                 name,
-                kind(),
+                kind,
                 run,
                 config,
                 self._known.get(name, {}).get("id", "") if done is not None else "",

@@ -80,6 +80,11 @@ class Stuck(Refusing):
         self.free.wait(TIMEOUT_S)
 
 
+class NotConstructed(Refusing):
+    def __init__(self) -> None:
+        raise RuntimeError("no module of its own")
+
+
 class NotStarting(Refusing):
     def start(self, run: TrackedRun, config: Mapping[str, Any], resumed_id: str) -> Started:
         raise RuntimeError("no account")
@@ -170,17 +175,24 @@ def test_a_tracker_that_is_added_when_a_run_is_resumed_gets_all_steps(
 
 def test_failures_are_shown_once_and_counted(tmp_path: Path, remembering: type[Remembering]) -> None:
     said: list[str] = []
-    kinds = {"bad": Refusing, "none": NotStarting, "good": remembering}
+    kinds = {"bad": Refusing, "none": NotStarting, "unmade": NotConstructed, "good": remembering}
     record(tmp_path, tracked(tmp_path, kinds, said), range(1, 5), summary=False)
     assert sorted(line for line in said if "delivered" not in line) == [
         "tracker bad: failed at step 1: OSError: step 1: no route to host; the run continues, and further failures are "
         "only counted",
         "tracker none: failed at its start: RuntimeError: no account; the run continues, and further failures are only "
         "counted",
+        "tracker unmade: failed at its start: RuntimeError: no module of its own; the run continues, and further "
+        "failures are only counted",
     ]
     assert "tracker bad: 1 records were delivered, 4 failed, 0 were dropped" in said
     kept = json.loads((tmp_path / TRACKERS_FILE).read_text())
-    assert {name: entry["failed"] for name, entry in kept.items()} == {"bad": 4, "none": 6, "good": 0}
+    assert {name: entry["failed"] for name, entry in kept.items()} == {
+        "bad": 4,
+        "none": 6,
+        "unmade": 6,
+        "good": 0,
+    }
     assert len([call for call in remembering.calls if isinstance(call[1], dict)]) == 4
 
 
