@@ -60,7 +60,7 @@ def _split(given: Any, name: str) -> tuple[Sequence[Any], str]:
         raise MalformedRow(f"{name} is a list, but not one of messages with role and content: {last!r}")
     if last.get("role", "assistant") != "assistant":
         raise MalformedRow(
-            f"{name} ends with a message of {last['role']!r}, and has to end with one of 'assistant'"
+            f"{name} ends with a message of {last['role']!r}; it must end with one of 'assistant'"
         )
     check_text(last.get("content"), f"{name}: content of the last message")
     return given[:-1], last["content"]

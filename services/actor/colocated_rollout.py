@@ -96,8 +96,8 @@ class ColocatedRollout:
         return freed
 
     def onload(self) -> int:
-        """Ends `offload`; returns the bytes allocated. An engine that sleeps while the actor trains goes on sleeping,
-        and rests until the next generation."""
+        """Ends `offload`; returns the bytes allocated. An engine that sleeps while the actor trains stays asleep, and
+        rests until the next generation."""
         if self._sleeps:
             self._is_resting = self.engine.is_asleep
             return 0
