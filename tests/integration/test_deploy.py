@@ -204,22 +204,18 @@ def test_a_lost_service_is_told_before_the_others_have_ended(host: Host) -> None
     assert (code, rest) == (1, "")
 
 
-def test_a_service_that_ignores_sigterm_is_killed_with_its_children_after_the_grace(host: Host) -> None:
-    host.flags = {"one": ["--ignore-sigterm"]}
+@pytest.mark.parametrize(
+    ("flag", "processes"),
+    [("--ignore-sigterm", 3), ("--hide-environment", 2)],
+    ids=["ignores SIGTERM", "overwrites its environment"],
+)
+def test_a_service_of_bad_manners_ends_with_its_children_after_the_grace(
+    host: Host, flag: str, processes: int
+) -> None:
+    host.flags = {"one": [flag]}
     supervisor = host.up()
     services = host.services(supervisor)
-    assert len(services) == 3
-    supervisor.send_signal(signal.SIGINT)
-    code, _, _ = end_of(supervisor)
-    assert code == 130
-    assert all(is_gone(service) for service in services)
-
-
-def test_a_service_that_overwrites_its_environment_is_stopped_too(host: Host) -> None:
-    host.flags = {"one": ["--hide-environment"]}
-    supervisor = host.up()
-    services = host.services(supervisor)
-    assert len(services) == 2
+    assert len(services) == processes
     supervisor.send_signal(signal.SIGINT)
     code, _, _ = end_of(supervisor)
     assert code == 130
