@@ -18,7 +18,7 @@ from conformance.reward import check_rules
 from conformance.row_checks import MIB
 from conformance.target import RewardTarget, Row
 from rlhf.errors import ConfigError
-from settings.commands import errors_shown
+from settings.commands import errors_shown, write_file
 from settings.security import security_option
 
 STYLES = {
@@ -76,18 +76,8 @@ def reward(
         if json_path:
             report = {"role": "reward", "target": target, "passed": not failed,
                       "findings": [finding.to_json() for finding in findings]}  # fmt: skip
-            _write(json_path, json.dumps(report, indent=2) + "\n")
+            write_file(json_path, json.dumps(report, indent=2) + "\n")
     sys.exit(1 if failed else 0)
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a text to a file, in directories that are made where they are missing; raises ConfigError where it
-    cannot."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}") from None
 
 
 def read_rows(path: Path) -> list[Row]:

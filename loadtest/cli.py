@@ -15,9 +15,9 @@ from loadtest import compare, page, slo, table
 from loadtest.payloads import Lengths
 from loadtest.run import Json, Settings, measure, stopping_on_signals
 from loadtest.schedule import ramp
-from rlhf.errors import ConfigError, RlhfError
+from rlhf.errors import ConfigError
 from rlhf.file_limit import raise_file_limit
-from settings.commands import errors_shown
+from settings.commands import errors_shown, write_file
 from settings.security import security_option
 
 OBJECTIVE_MISSED = 3
@@ -130,8 +130,10 @@ def main(
             return
         result, signals = _run(_settings(**options))
         table.console().print(table.report(result))
-        _write(json_path, json.dumps(result, indent=1) + "\n")
-        _write(html_path, page.render(result))
+        if json_path:
+            write_file(json_path, json.dumps(result, indent=1) + "\n")
+        if html_path:
+            write_file(html_path, page.render(result))
     if signals:
         sys.exit(128 + signals[0])
     if not _objectives_met(result):
@@ -219,16 +221,6 @@ def _compare(before_path: Path, after_path: Path) -> None:
     for difference in compare.differing_settings(before, after):
         screen.print(f"not the same: {difference}", style="bold", highlight=False)
     screen.print(compare.table(found))
-
-
-def _write(path: Path | None, text: str) -> None:
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RlhfError(f"{path}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Parts that the command lines of this project share: how errors end a command, and the option --set."""
+"""Parts that the command lines of this project share: how errors end a command, files that it writes, the option
+--set."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
@@ -36,3 +38,13 @@ def errors_shown() -> Iterator[None]:
     except RlhfError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a text to a file that the user has named, in directories that are made if they are missing. Raises
+    ConfigError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None

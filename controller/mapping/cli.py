@@ -35,7 +35,7 @@ from controller.simulation.report import steps_table, timeline_lines
 from controller.simulation.report import summary as simulation_summary
 from controller.simulation.run import simulate_run
 from rlhf.errors import ConfigError
-from settings.commands import errors_shown, set_option
+from settings.commands import errors_shown, set_option, write_file
 from settings.strict import read_toml
 
 NOTHING_FITS = 1
@@ -274,10 +274,7 @@ def _console() -> Console:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+    write_file(path, text)
     click.echo(f"written: {path}")
 
 

@@ -196,7 +196,7 @@ def test_a_file_that_cannot_be_written_costs_no_findings() -> None:
     ran = command("--target", f"127.0.0.1:{free_ports(1)[0]}", *SMALL, "--json", "/dev/null/x/found.json")
     assert ran.returncode == 2
     assert "reachable" in ran.stdout
-    assert ran.stderr == "error: --json /dev/null/x/found.json: Not a directory\n"
+    assert ran.stderr == "error: /dev/null/x/found.json: Not a directory\n"
 
 
 def test_the_command_prints_a_table_writes_json_and_exits_with_0_where_nothing_fails(tmp_path: Path) -> None:
