@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -241,8 +241,10 @@ def _worker_class(worker: str, table: ServiceTable) -> type[Worker]:
         ConfigError: A package is missing, or `worker` names no worker class.
     """
     try:
-        found = load_object(worker, object)
-        chosen = found if isinstance(found, type) else found(table)  # type: ignore[operator]
+        found = load_object(worker, Callable)  # type: ignore[type-abstract]
+        chosen = found if isinstance(found, type) else found(table)
+        if not (isinstance(chosen, type) and issubclass(chosen, Worker)):
+            raise PluginError(f"{worker!r} is no subclass of Worker, and no function that returns one")
         chosen.import_engines(table)
     except (ImportError, PluginError) as error:
         missing = error if isinstance(error, ImportError) else error.__cause__

@@ -102,6 +102,12 @@ def test_a_reward_learns_only_by_a_model() -> None:
         worker_class(table.model_copy(update={"optimizer": OptimizerTable()}))
 
 
+@pytest.mark.parametrize("worker", ["os:name", "os:PathLike", "json:dumps"])
+def test_a_role_whose_worker_is_none_is_refused(worker: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{worker}' is (of type str|no subclass of Worker)"):
+        main._worker_class(worker, "a table")  # type: ignore[arg-type]
+
+
 def test_a_rank_that_other_hosts_reach_does_not_start_without_certificates(tmp_path: Path) -> None:
     config = tmp_path / "reward.toml"
     config.write_text(
