@@ -119,6 +119,8 @@ def run(keys: dict[str, Any], directory: Path, out: Path) -> dict[str, Any]:
         shard_bytes = sum(x.nbytes for x in gathered.values())
         report["peak"].append((found.peak, shard_bytes))
         whole = {name: x.to(dtype) for name, x in engine.full_tensors()}
+        mine = [x.nbytes for number, x in enumerate(whole.values()) if number % ranks == dist.get_rank()]
+        report["merged"], report["merging"] = sum(mine), max(x.nbytes for x in whole.values())
         report["lacking"].append(lacking(engine, mesh, list(gathered), whole) * dtype.itemsize)
         report["wrong"] += wrong_weights(engine, mesh, gathered, whole)
         rollout.load_weights(gathered.items())
