@@ -136,8 +136,8 @@ class EngineSpec(Spec):
 
     Attributes:
         implementation: Subclass of `services.engines.base.TrainEngine`.
-        keys: Those of mesh, shards_over_data, generation_mesh, transition and activation_checkpointing that the engine
-            reads. Where it reads mesh, the table must set it. Where it reads generation_mesh alone, generation shards
+        keys: Those of mesh, shards_over_data, generation_mesh, transition, activation_checkpointing and
+            sequence_parallel that the engine reads. Where it reads mesh, the table must set it. Where it reads generation_mesh alone, generation shards
             are made of `TrainEngine.local_shards`.
         adapters: Class of the engine that trains low-rank adapters (table `lora`), as "module:Class", with a method
             `without_adapters` as `services.engines.fsdp.lora.LoRAEngine`; empty: the engine trains none.
@@ -185,7 +185,7 @@ TRAINING_ENGINES: Mapping[str, EngineSpec] = {
     "fsdp": EngineSpec(
         implementation="services.engines.fsdp.engine:FSDPEngine",
         adapters="services.engines.fsdp.lora:LoRAEngine",
-        keys=frozenset({"activation_checkpointing", "generation_mesh"}),
+        keys=frozenset({"activation_checkpointing", "generation_mesh", "sequence_parallel"}),
     ),
     "3d": EngineSpec(
         implementation="services.engines.three_d.engine:ThreeDParallelEngine",

@@ -67,6 +67,8 @@ def _check_meshes(name: str, table: ModelTable | RolloutServiceTable, shape: mes
     try:
         if table.mesh:
             meshes.check(table.mesh, table.ranks, shape)
+        if isinstance(table, ModelTable):
+            meshes.check_sequence_parallel(table.sequence_parallel, shape)
         if isinstance(table, ActorTable):
             if table.generation_mesh and not table.mesh:
                 meshes.check(table.generation_mesh, table.ranks, shape, meshes.GENERATION_KEY)

@@ -113,6 +113,27 @@ def check_generation(text: str, mesh: str) -> None:
         )
 
 
+def check_sequence_parallel(ranks: int, shape: Shape) -> None:
+    """Checks that `ranks` ranks that divide the tokens of a row can divide the attention heads of a model: they divide
+    the heads of queries, and they divide the heads of keys and values or are a multiple of these.
+
+    Raises:
+        ValueError: They cannot; the text says why, and lists the numbers of ranks that can.
+    """
+    heads = shape.get("num_attention_heads", ranks)
+    key_heads = shape.get("num_key_value_heads", heads)
+
+    def fits(size: int) -> bool:
+        return heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+
+    if not fits(ranks):
+        allowed = ", ".join(str(size) for size in range(1, heads + 1) if fits(size))
+        raise ValueError(
+            f"sequence_parallel: {heads} attention heads and {key_heads} key-value heads cannot be dealt out to "
+            f"{ranks} ranks; allowed: {allowed}"
+        )
+
+
 def check_vllm(mesh: str, generation_mesh: str, shape: Shape = NO_SHAPE) -> None:
     """Checks that vLLM can generate with a model: without pipeline stages, with sizes that the tensor size divides,
     and attention heads of at least `VLLM_HEAD_DIM`.

@@ -108,6 +108,10 @@ class ModelTable(LoadedModelTable):
     micro_batch_tokens: Positive = 16384
     """Maximum number of tokens in one forward pass of a rank, which bounds memory whatever the size of the batch. On
     a CPU with matmul library oneDNN, engine 3d uses at most 2,048, or the length of the longest row."""
+    sequence_parallel: Positive = 1
+    """For engine fsdp: number of consecutive ranks that have the same rows and divide the tokens of each micro-batch
+    among themselves (DeepSpeed-Ulysses), so that a row may have `sequence_parallel` times `micro_batch_tokens` tokens.
+    Divides `ranks` and the attention heads of the model; needs `packing`. See docs/engines.md#sequence-parallelism."""
     packing: bool = True
     """Concatenates the sequences of a micro-batch, so that no padding is computed and `micro_batch_tokens` counts
     real tokens. false pads sequences of similar length to the longest. Models that do not support packing are padded;
@@ -118,15 +122,20 @@ class ModelTable(LoadedModelTable):
 
     @property
     def data_ranks(self) -> int:
-        """Number of data-parallel ranks that the rows of an update are divided over: d of `mesh`, or `ranks` without
-        a mesh."""
-        return meshes.parse(self.mesh)[2] if self.mesh else self.ranks
+        """Number of parts that the rows of an update are divided into: d of `mesh`, or, without a mesh, `ranks` over
+        `sequence_parallel`."""
+        return meshes.parse(self.mesh)[2] if self.mesh else self.ranks // self.sequence_parallel
+
+    @property
+    def token_budget(self) -> int:
+        """Maximum number of tokens of a micro-batch, over the ranks that divide it among themselves."""
+        return self.micro_batch_tokens * self.sequence_parallel
 
     @property
     def row_limits(self) -> dict[str, int]:
         """Limits on the tokens of a prompt and its response together, by the key that sets each:
         `micro_batch_tokens`, since a row must fit into one micro-batch."""
-        return {"micro_batch_tokens": self.micro_batch_tokens}
+        return {"micro_batch_tokens": self.token_budget}
 
     @property
     def engine_spec(self) -> EngineSpec:
@@ -153,4 +162,16 @@ class ModelTable(LoadedModelTable):
             meshes.check(self.mesh, self.ranks)
             if self.shards_over_data and self.data_ranks == 1:
                 raise ValueError(f"shards_over_data needs more than one data rank, and mesh is {self.mesh}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sequence_parallel(self) -> Self:
+        if self.ranks % self.sequence_parallel:
+            allowed = [size for size in range(1, self.ranks + 1) if self.ranks % size == 0]
+            raise ValueError(
+                f"sequence_parallel {self.sequence_parallel} does not divide ranks, which is {self.ranks}; allowed: "
+                f"{', '.join(map(str, allowed))}"
+            )
+        if self.sequence_parallel > 1 and not self.packing:
+            raise ValueError("sequence_parallel divides packed micro-batches, and packing is false")
         return self

@@ -71,6 +71,7 @@ ELSEWHERE = frozenset(
         "rollout_engine",
         "rollout_options",
         "rollout_tokens",
+        "sequence_parallel",
         "shards_over_data",
         "threads",
         "transition",

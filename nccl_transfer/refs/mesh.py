@@ -16,8 +16,8 @@ class Mesh:
     generation replica are contiguous, tensor ranks innermost, as inference engines require; where the two meshes are
     equal this is the usual order of Megatron: tensor index r % t, stage r // t % p.
 
-    Ranks without model parallelism in training (p = t = 1) may generate on any pg and tg whose product divides d, in
-    the usual order: a generation replica then consists of pg tg data ranks.
+    Ranks without model parallelism in training (p = 1, and t ranks that have the same rows and divide their tokens
+    among themselves) may generate on any pg and tg whose product divides t d, in the usual order.
 
     Args:
         pipeline, tensor, data: Sizes p, t and d of the training mesh. Default: 1.
@@ -44,7 +44,7 @@ class Mesh:
                 raise ConfigError(f"mesh: the {name} size must be at least 1 (given: {whole})")
         object.__setattr__(self, "generation_pipeline", self.generation_pipeline or self.pipeline)
         object.__setattr__(self, "generation_tensor", self.generation_tensor or self.tensor)
-        if self.usual_order and self.pipeline == self.tensor == 1 and self.data % self.replica_size == 0:
+        if self.usual_order and self.pipeline == 1 and self.size % self.replica_size == 0:
             return
         for name, part, whole in (
             ("pipeline", self.generation_pipeline, self.pipeline),

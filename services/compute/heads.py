@@ -9,18 +9,20 @@ multiply.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from services.compute.collectives import sum_over
 from services.compute.logits import DeferredLogits, at_least_float32
 from services.compute.microbatch import MicroBatch
 
 Output = TypeVar("Output")
 Head = Callable[[Any, MicroBatch], Output]
-"""Function of a model's raw output and its micro-batch that returns the output for response tokens."""
+"""Function of a model's raw output and its micro-batch that returns the output for response tokens: a grid [B, R], or a
+dataclass of such grids."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +72,22 @@ def dummy_head(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
     """Head that returns the sum of the raw output, a scalar. Multiplied by 0, it is the loss of a dummy micro-batch,
     whose backward pass takes part in collectives."""
     return (raw.hidden_BKH if isinstance(raw, DeferredLogits) else raw).sum()
+
+
+def whole_output(output: Output, part: MicroBatch) -> Output:
+    """Returns a head's output for all response tokens of a micro-batch whose tokens several ranks divide among
+    themselves, given its output for the `part` of this rank: the same on each of these ranks, which all compute the
+    same loss from it. Collective over them."""
+    assert part.packing is not None, "parts are packed"
+    assert part.packing.ranks is not None, "several ranks have parts"
+    group, mask_BR = part.packing.ranks.group, part.response_mask_BR
+
+    def whole(x_BR: Tensor) -> Tensor:
+        return sum_over(x_BR.where(mask_BR, 0), group)
+
+    if isinstance(output, Tensor):
+        return whole(output)  # type: ignore[return-value]
+    return replace(output, **{name: whole(x_BR) for name, x_BR in vars(output).items()})  # type: ignore[type-var]
 
 
 def zero_loss(output: Any) -> Tensor:

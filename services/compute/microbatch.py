@@ -28,6 +28,7 @@ from services.compute.copies import copy_together
 from services.compute.jagged_rows import first_equal_rows, positions, take
 from services.compute.packing import Packing, Places
 from services.compute.sampled_tokens import SampledTokens
+from services.compute.sequence_parallel import SequenceRanks
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,9 @@ class MicroBatch:
         packing: layout of the packed sequences; None for a padded micro-batch.
         read_N: sorted positions of the packed row that predict a response token. The last layer computes outputs for
             these alone. None for a padded micro-batch, for which it computes all.
+        part: what this rank computes of a packed micro-batch whose tokens several ranks divide among themselves: their
+            tokens as a micro-batch, in which grids have the same shape, and the response tokens that this rank's tokens
+            predict. The layout of the row is then in `part.packing`. None if this rank computes all.
     """
 
     rows: np.ndarray
@@ -65,6 +69,7 @@ class MicroBatch:
     num_scored: int
     packing: Packing | None = None
     read_N: Tensor | None = None
+    part: MicroBatch | None = None
 
     @property
     def is_dummy(self) -> bool:
@@ -80,7 +85,8 @@ class MicroBatch:
         """Returns all tensors of the micro-batch."""
         own = [getattr(self, name) for name in _TENSORS]
         optional = [] if self.read_N is None else [self.read_N]
-        return [*own, *optional, *(self.packing.tensors() if self.packing else ())]
+        inner = [each for each in (self.packing, self.part) if each is not None]
+        return [*own, *optional, *(x for each in inner for x in each.tensors())]
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> MicroBatch:
         """Returns the micro-batch with the next of the given tensors in place of its own, in the order of
@@ -88,7 +94,8 @@ class MicroBatch:
         own = {name: next(tensors) for name in _TENSORS}
         read_N = None if self.read_N is None else next(tensors)
         packing = self.packing.with_tensors(tensors) if self.packing else None
-        return replace(self, **own, read_N=read_N, packing=packing)
+        part = self.part.with_tensors(tensors) if self.part else None
+        return replace(self, **own, read_N=read_N, packing=packing, part=part)
 
     def arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of the model besides the token ids; none for a padded micro-batch."""
@@ -218,6 +225,7 @@ def pack(
     responses: Jagged[Tensor],
     rows: np.ndarray,
     mask: Jagged[Tensor] | None = None,
+    ranks: SequenceRanks | None = None,
 ) -> MicroBatch:
     """Builds a packed micro-batch, on the device of the prompts. It contains each distinct prompt once, and all
     tokens of each response but the last, which predicts nothing.
@@ -226,6 +234,7 @@ def pack(
         prompts, responses: token ids of all rows of this rank.
         rows: indices of the rows to take, [B] int64.
         mask: whether the policy sampled each response token, bool, in host memory. Default: all.
+        ranks: ranks with the same rows, which divide the tokens among themselves. Default: this rank computes all.
 
     Raises:
         ValueError: a prompt is empty.
@@ -256,7 +265,7 @@ def pack(
     # At least one position, even if unread: some kernels fail on empty matrices.
     read_N = np.unique(predicting_BR[mask_BR]) if mask_BR.any() else np.zeros(1, dtype=np.int64)
     output_BR = np.searchsorted(read_N, predicting_BR).clip(max=len(read_N) - 1)
-    return MicroBatch(
+    packed = MicroBatch(
         rows=rows,
         response_lengths=sampled.lengths_B,
         column_lengths=sampled.column_lengths,
@@ -270,6 +279,41 @@ def pack(
         packing=packing,
         read_N=torch.from_numpy(read_N).to(device),
     )
+    return packed if ranks is None else _shared(packed, predicting_BR, mask_BR, ranks)
+
+
+def _shared(
+    packed: MicroBatch, predicting_BR: np.ndarray, mask_BR: np.ndarray, ranks: SequenceRanks
+) -> MicroBatch:
+    """Returns a packed micro-batch with this rank's part of it.
+
+    Args:
+        packed: micro-batch that one rank would compute.
+        predicting_BR: position in the row that predicts each response token.
+        mask_BR: True on response tokens.
+        ranks: ranks that divide the tokens among themselves.
+    """
+    assert packed.packing is not None, "the micro-batch is packed"
+    device, tokens = packed.input_ids_BT.device, ranks.tokens(packed.input_ids_BT.shape[1])
+    own_BR = mask_BR & (predicting_BR >= tokens.start) & (predicting_BR < tokens.stop)
+    read_N = np.unique(predicting_BR[own_BR]) if own_BR.any() else np.array([tokens.start])
+    output_BR = np.searchsorted(read_N, predicting_BR).clip(max=len(read_N) - 1)
+    own_N = torch.from_numpy(np.flatnonzero(own_BR[mask_BR])).to(device)
+    part = MicroBatch(
+        rows=packed.rows,
+        response_lengths=own_BR.sum(axis=1),
+        column_lengths=packed.column_lengths,
+        input_ids_BT=ranks.own(packed.input_ids_BT[0])[None],
+        response_ids_N=packed.response_ids_N[own_N],
+        predicting_BR=torch.from_numpy(output_BR).to(device),
+        response_mask_BR=torch.from_numpy(own_BR).to(device),
+        cells_N=packed.cells_N[own_N],
+        tokens_N=packed.tokens_N[own_N],
+        num_scored=len(read_N),
+        packing=packed.packing.shared(ranks),
+        read_N=torch.from_numpy(read_N - tokens.start).to(device),
+    )
+    return replace(packed, packing=None, part=part)
 
 
 def _check_prompts(prompts: Jagged[Tensor], rows: np.ndarray) -> None:

@@ -12,8 +12,9 @@ attention reads it for each of the sequences, and its gradient is the sum over t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from services.compute.sequence_parallel import SequenceRanks
 from services.compute.varlen import Spans, attend_spans, fix_order_of_gradient, has_kernel
 
 ATTENTION = "sdpa_by_sequence"
@@ -115,14 +117,16 @@ class Packing:
     """Layout of the sequences in a packed row of T tokens.
 
     Args:
-        position_ids_1T: position of each token in its sequence.
+        position_ids_1T: position of each token in its sequence; with `ranks`, of each token of this rank.
         groups: groups of consecutive sequences, in order, which are computed together in attention.
         spans: all sequences, for a kernel that computes attention without unpacking the row.
+        ranks: ranks that divide the tokens of the row among themselves; None if this rank computes all.
     """
 
     position_ids_1T: Tensor
     groups: tuple[SequenceGroup, ...]
     spans: Spans
+    ranks: SequenceRanks | None = None
 
     @classmethod
     def of(cls, places: Places) -> Packing:
@@ -146,7 +150,17 @@ class Packing:
         """Returns the layout with the next of the given tensors in place of its own, in the order of `tensors`."""
         position_ids_1T = next(tensors)
         groups = tuple(SequenceGroup(next(tensors), next(tensors)) for _ in self.groups)
-        return Packing(position_ids_1T, groups, self.spans.with_tensors(tensors))
+        spans = self.spans.with_tensors(tensors)
+        return replace(self, position_ids_1T=position_ids_1T, groups=groups, spans=spans)
+
+    def shared(self, ranks: SequenceRanks) -> Packing:
+        """Returns the layout of the row for this rank of those that divide its tokens among themselves."""
+        return replace(self, position_ids_1T=ranks.own(self.position_ids_1T[0])[None], ranks=ranks)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the whole row, T."""
+        return sum(len(group.own_N) for group in self.groups)
 
     def arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments, besides the token ids, of a model whose attention is `ATTENTION`."""
@@ -205,7 +219,8 @@ def attend(
 
     Args:
         module: attention module of the layer.
-        query, key, value: [1, heads, T, D] of a packed row; [B, heads, T, D] of rows that are not packed.
+        query, key, value: [1, heads, T, D] of a packed row, or of this rank's tokens of one; [B, heads, T, D] of rows
+            that are not packed.
         attention_mask: mask of rows that are not packed; ignored for a packed row.
         packing: layout of a packed row; None if rows are not packed.
         sliding_window: number of last tokens that a token attends to, itself included; None for all.
@@ -220,17 +235,35 @@ def attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, sliding_window=sliding_window, **options
         )
+    return _attend_packed(module, query[0], key[0], value[0], packing, sliding_window, **options)[None], None
+
+
+def _attend_packed(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    window: int | None,
+    **options: Any,
+) -> Tensor:
+    """Computes attention in a packed row, as `attend`; arguments [heads, T, D], result [T, heads, D]."""
+    if (ranks := packing.ranks) is not None:
+        query, key, value = ranks.to_heads((query, key, value), packing.num_tokens)
+        # Where ranks share a key head, they have fewer queries for it than the whole layer has.
+        own_heads = SimpleNamespace(num_key_value_groups=len(query) // len(key), is_causal=True)
+        attended = _attend_packed(own_heads, query, key, value, replace(packing, ranks=None), window, **options)
+        return ranks.to_tokens(attended)
     if has_kernel(query):
-        scaling = options["scaling"]
-        return attend_spans(query[0], key[0], value[0], packing.spans, sliding_window, scaling)[None], None
+        return attend_spans(query, key, value, packing.spans, window, options["scaling"])
     parts = []
     for group in packing.groups:
-        own_query, own_key, own_value = (group.unpack(x[0]) for x in (query, key, value))
-        mask = _window_mask(group.positions_ST, sliding_window)
+        own_query, own_key, own_value = (group.unpack(x) for x in (query, key, value))
+        mask = _window_mask(group.positions_ST, window)
         attended_STHD, _ = sdpa_attention_forward(module, own_query, own_key, own_value, mask, **options)
         fix_order_of_gradient(attended_STHD)
         parts.append(group.pack(attended_STHD))
-    return torch.cat(parts)[None], None
+    return torch.cat(parts)
 
 
 def _attend_with_one_token(

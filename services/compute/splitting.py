@@ -10,6 +10,7 @@ from torch import Tensor
 from nccl_transfer.refs.columns import Jagged
 from services.compute.jagged_rows import first_equal_rows
 from services.compute.microbatch import MicroBatch, pack, pad
+from services.compute.sequence_parallel import SequenceRanks
 
 
 def cut(
@@ -80,6 +81,7 @@ def split(
     rows: np.ndarray | None = None,
     packed: bool = False,
     mask: Jagged[Tensor] | None = None,
+    ranks: SequenceRanks | None = None,
 ) -> list[MicroBatch]:
     """Splits sequences into micro-batches, on the device of the prompts, as `cut` assigns rows; an empty list if there
     are no rows.
@@ -91,13 +93,16 @@ def split(
         rows: indices of the rows to take, [n] int64. Default: all.
         packed: whether micro-batches are packed instead of padded.
         mask: whether the policy sampled each response token; see `pad`. Default: all.
+        ranks: ranks that divide the tokens of each packed micro-batch among themselves. Default: this rank computes
+            all.
 
     Raises:
         ValueError: a row is longer than the budget, or its prompt is empty.
     """
+    assert packed or ranks is None, "padded micro-batches are not divided"
     lengths = prompts.lengths + responses.lengths
     if not packed:
         return [pad(prompts, responses, part, pad_id, mask) for part in cut(lengths, token_budget, rows)]
     alike = first_equal_rows(prompts, np.arange(prompts.rows) if rows is None else rows)
     parts = cut(lengths, token_budget, rows, padded=False, alike=alike)
-    return [pack(prompts, responses, part, mask) for part in parts]
+    return [pack(prompts, responses, part, mask, ranks) for part in parts]

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
+from services.compute.sequence_parallel import SequenceRanks
 from services.engines.generation_shards import GenerationShards
 from services.models.loading import Load
 from services.storage.checkpoint import NO_SCALARS, Scalars, WeightShard
@@ -175,6 +176,8 @@ class TrainEngine(ABC):
         step_is_atomic: whether a `step` that fails on any rank has changed no weight on any rank.
         sees_outputs: whether this rank has the outputs and statistics; in a pipeline, only the last stage has.
         packs: whether the engine can compute packed micro-batches, besides padded ones.
+        sequence_ranks: ranks with which this one divides the tokens of its micro-batches, which are then all packed;
+            None if each data rank computes its own.
         cached_tokens: tokens of a micro-batch beyond which time per token grows; None if it does not.
         detail: what Describe says of the engine beside its name, such as a stage; empty for nothing.
         generation_shards: how `rollout_weights` cuts the weights; None if it yields whole tensors.
@@ -189,6 +192,7 @@ class TrainEngine(ABC):
     step_is_atomic: bool = True
     sees_outputs: bool = True
     packs: bool = False
+    sequence_ranks: SequenceRanks | None = None
     cached_tokens: int | None = None
     detail: str = ""
     generation_shards: GenerationShards | None = None

@@ -69,6 +69,7 @@ class MicroBatcher:
             rows=rows,
             packed=self.packs and self.engine.packs,
             mask=mask,
+            ranks=self.engine.sequence_ranks,
         )
 
 

@@ -59,7 +59,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
     def __init__(self, table: ModelTable, ranks: Ranks, load: Load, optimizer: OptimizerTable | None) -> None:
         super().__init__(table, ranks)
         self.table: ModelTable = table
-        self.longest_row = table.micro_batch_tokens
+        self.longest_row = table.token_budget
         try:
             options = optimizer_options(optimizer) if optimizer else None
             self.engine = make_engine(table, EngineSetup(load, ranks.mesh, self.torch_device, options))
@@ -71,7 +71,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
         self.engine.progressed = self.progressed
         self._micro_batcher = MicroBatcher(
             self.engine,
-            table.micro_batch_tokens,
+            table.token_budget,
             packs=table.packing,
             pad_id=self.tokenizer.pad_token_id or 0,  # any id will do: outputs of the padding are not read
             vocab_size=self.model_config.vocab_size,
@@ -101,7 +101,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
         answer.parameters = self.engine.num_parameters
         answer.engine = self.engine_name()
         answer.limits.extend(_limits_of(self.torch_device, compute_dtype(self.table)))
-        answer.max_tokens = min(self.table.micro_batch_tokens, self.model_config.max_position_embeddings)
+        answer.max_tokens = min(self.table.token_budget, self.model_config.max_position_embeddings)
         return answer
 
     def around(self, run: Callable[[], CallResult]) -> CallResult:

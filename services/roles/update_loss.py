@@ -41,6 +41,12 @@ class LossTerm(Generic[Other]):
 class LossTermBatch(MicroBatch):
     """A micro-batch of the sequences of a `LossTerm`; its class tells it from a micro-batch of the update's rows."""
 
+    @classmethod
+    def of(cls, micro_batch: MicroBatch) -> LossTermBatch:
+        """Returns a micro-batch as one of a loss term's sequences, and so its part."""
+        part = micro_batch.part and cls.of(micro_batch.part)
+        return cls(**{**vars(micro_batch), "part": part})
+
 
 @dataclass(frozen=True)
 class UpdateLoss(Generic[Output]):

@@ -128,4 +128,4 @@ def _term_batches(
     lengths = term.sequences.lengths
     filled = rows[lengths[rows] > 0]
     micro_batches = micro_batcher.split(term.sequences, filled)
-    return [LossTermBatch(**vars(each)) for each in micro_batches], int(lengths[filled].sum())
+    return [LossTermBatch.of(each) for each in micro_batches], int(lengths[filled].sum())

@@ -284,14 +284,16 @@ def keep_freed_memory() -> None:
 
 
 def _model_mesh(table: ServiceTable) -> Mesh | None:
-    """Returns the training and generation mesh of a table; None for a role without a model and where no mesh is
-    given."""
-    mesh = table.mesh if isinstance(table, ModelTable | RolloutServiceTable) else ""
-    if isinstance(table, ActorTable) and (mesh or table.generation_mesh):
-        training = meshes.parse(mesh) if mesh else (1, 1, table.ranks)
-        generation = meshes.generation_sizes(table.generation_mesh, mesh)
-        return Mesh(*training, *generation, usual_order=not mesh or table.transition != "hybridflow")
-    return Mesh(*meshes.parse(mesh)) if mesh else None
+    """Returns the training and generation mesh of a table, in which ranks that divide the tokens of the same rows are
+    tensor ranks; None for a role without a model and where each rank has rows of its own."""
+    if not isinstance(table, ModelTable | RolloutServiceTable):
+        return None
+    sequence = table.sequence_parallel if isinstance(table, ModelTable) else 1
+    training = meshes.parse(table.mesh) if table.mesh else (1, sequence, table.ranks // sequence)
+    if isinstance(table, ActorTable) and (table.mesh or table.generation_mesh or sequence > 1):
+        generation = meshes.generation_sizes(table.generation_mesh, table.mesh)
+        return Mesh(*training, *generation, usual_order=not table.mesh or table.transition != "hybridflow")
+    return Mesh(*training) if table.mesh or sequence > 1 else None
 
 
 async def _run(worker: Worker, name: str) -> None:

@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from services.compute.heads import Head, dummy_head
+from services.compute.heads import Head, dummy_head, whole_output
 from services.compute.linear import Linear
 from services.compute.logits import DeferredLogits, OutputLayer
 from services.compute.microbatch import MicroBatch, dummy_micro_batch
 from services.compute.packing import ATTENTION, skip_unread_positions_in_last_layer
 from services.compute.recompute import recompute_in_backward
+from services.compute.sequence_parallel import SequenceRanks
 from services.compute.transformers_internals import block_class_names
 from services.engines.base import EngineSetup, OptimizerOptions
 from services.engines.data_parallel import DataParallelEngine
@@ -29,7 +30,9 @@ from services.models.families import FAMILIES
 from services.models.loading import Load, load_on_meta, materialize, read_first_values, read_parts
 from services.models.value_model import ValueModel, transformer_of
 from services.models.weights import cast
+from services.runtime.process_groups import own_group
 from services.storage.checkpoint import WeightShard
+from settings import meshes
 from settings.model import ModelTable
 
 Output = TypeVar("Output")
@@ -51,9 +54,13 @@ class FSDPEngine(DataParallelEngine):
         activation_checkpointing: whether a block saves only its input, and is recomputed in the backward pass.
         directory: Hugging Face directory from which each rank reads its shards of a model on the meta device.
         load: function that loaded the model from the directory. `start_over` needs `directory` and `load`.
+        sequence_parallel: number of consecutive ranks that have the same rows and divide the tokens of packed
+            micro-batches among themselves (`services.compute.sequence_parallel`). Above 1, the engine computes packed
+            micro-batches alone, and each with the part of this rank.
 
     Raises:
-        ValueError: the directory lacks weights, or has them in different shapes.
+        ValueError: the directory lacks weights, or has them in different shapes; or the model cannot be divided over
+            `sequence_parallel` ranks.
     """
 
     def __init__(
@@ -67,10 +74,13 @@ class FSDPEngine(DataParallelEngine):
         activation_checkpointing: bool = False,
         directory: Path | None = None,
         load: Load | None = None,
+        sequence_parallel: int = 1,
     ) -> None:
         self._directory, self._load, self._dtype = directory, load, next(model.parameters()).dtype
         self.config = transformer_of(model).config
         self.packs = _enable_packed_rows(model)
+        if sequence_parallel > 1:
+            self.sequence_ranks = self._sequence_ranks(sequence_parallel)
         self._reader = _ModelAndHead(model)
         if activation_checkpointing:
             recompute_in_backward(_blocks(model))
@@ -98,6 +108,8 @@ class FSDPEngine(DataParallelEngine):
         # AdamW is element-wise, so it gets the local shards, which are faster than DTensors.
         shards = {name: local_part(p) for name, p in self._parameters.items()}
         super().__init__(model, device, shards, trained, optimizer)
+        self.data_rank, self.data_size = self.data_rank // sequence_parallel, self.data_size // sequence_parallel
+        self._counts_loss = self.sequence_ranks is None or self.sequence_ranks.rank == 0
 
     @classmethod
     def create(cls, table: ModelTable, options: Any, setup: EngineSetup) -> Self:
@@ -109,7 +121,21 @@ class FSDPEngine(DataParallelEngine):
             activation_checkpointing=table.activation_checkpointing,
             directory=table.model,
             load=setup.load,
+            sequence_parallel=table.sequence_parallel,
         )
+
+    def _sequence_ranks(self, size: int) -> SequenceRanks:
+        """Returns the ranks with which this one divides the tokens of its rows: `size` consecutive ones. Collective.
+
+        Raises:
+            ValueError: they cannot divide the model's attention.
+        """
+        if not self.packs:
+            raise ValueError(f"sequence_parallel: models of type {self.config.model_type} are not packed")
+        heads = ("num_attention_heads", "num_key_value_heads")
+        meshes.check_sequence_parallel(size, {key: getattr(self.config, key) for key in heads})
+        ranks = range(dist.get_world_size())
+        return SequenceRanks(own_group([ranks[first : first + size] for first in ranks[::size]]))
 
     def _fill(self, empty: Mapping[str, WeightShard], directory: Path | None) -> None:
         """Reads the values of this rank's tensors that have none yet, given as `WeightShard`s by name, from the model
@@ -163,7 +189,9 @@ class _ModelAndHead(nn.Module):
         self.model = model
 
     def forward(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:
-        return head(self._raw(micro_batch), micro_batch)
+        if (part := micro_batch.part) is None:
+            return head(self._raw(micro_batch), micro_batch)
+        return whole_output(head(self._raw(part), part), part)
 
     def _raw(self, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
         """Runs the model on a micro-batch; returns the raw output that heads take."""

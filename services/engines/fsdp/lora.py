@@ -71,8 +71,8 @@ class LoRAEngine(FSDPEngine):
     Args:
         model: as in `FSDPEngine`; adapters are added to it.
         adapters: options of the adapters, the same on every rank.
-        device, optimizer, compute_dtype, reshard_after_forward, activation_checkpointing, directory: as in
-            `FSDPEngine`.
+        device, optimizer, compute_dtype, reshard_after_forward, activation_checkpointing, directory,
+            sequence_parallel: as in `FSDPEngine`.
 
     Raises:
         ValueError: a target is missing, is not linear, or is tied to another weight.
@@ -89,6 +89,7 @@ class LoRAEngine(FSDPEngine):
         reshard_after_forward: bool = True,
         activation_checkpointing: bool = False,
         directory: Path | None = None,
+        sequence_parallel: int = 1,
     ) -> None:
         self._adapters = adapters
         self._layers = add_adapters(model, adapters)
@@ -101,6 +102,7 @@ class LoRAEngine(FSDPEngine):
             reshard_after_forward=reshard_after_forward,
             activation_checkpointing=activation_checkpointing,
             directory=directory,
+            sequence_parallel=sequence_parallel,
         )
 
     @classmethod
@@ -124,6 +126,7 @@ class LoRAEngine(FSDPEngine):
             compute_dtype=compute_dtype(table),
             activation_checkpointing=table.activation_checkpointing,
             directory=table.model,
+            sequence_parallel=table.sequence_parallel,
         )
 
     @contextmanager

@@ -16,18 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from services.compute.collectives import fan_out, sum_over
 from services.compute.linear import linear
 from services.compute.logits import DeferredLogits, OutputLayer, local_rows
-
-
-def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns the sum of `x` over a group (all-reduce). The backward pass passes the gradient on unchanged."""
-    return x if group.size() == 1 else _SumForward.apply(x, group)
-
-
-def fan_out(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns `x` unchanged, as the input of column-parallel layers. The backward pass all-reduces the gradient."""
-    return x if group.size() == 1 else _SumBackward.apply(x, group)
 
 
 def fan_out_input(block: nn.Module, group: ProcessGroup) -> None:
@@ -137,32 +128,3 @@ class VocabularyParallelHead(nn.Module):
 def _empty(like: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
     """Returns a parameter on the meta device of the given shape and the type of `like`."""
     return nn.Parameter(torch.empty(shape, dtype=like.dtype, device="meta"))
-
-
-class _SumForward(torch.autograd.Function):
-    """Autograd function of `sum_over`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        total = x.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _SumBackward(torch.autograd.Function):
-    """Autograd function of `fan_out`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None

@@ -1,0 +1,83 @@
+"""Sequence parallelism of packed rows (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
+
+The ranks of a group divide the tokens of a packed row among themselves. Each rank computes the layers for its tokens.
+For attention the ranks exchange queries, keys and values by an all-to-all, so that each has all tokens of a part of the
+heads, and exchange the outputs back. So the activations of a row are spread over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from services.compute.collectives import all_to_all
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceRanks:
+    """The S ranks that divide the tokens of each packed row among themselves: of a row of T tokens, rank s has those
+    from s * ceil(T / S) on, ceil(T / S) of them, the last ones of which may be padding.
+
+    Args:
+        group: Process group of the ranks, with a backend for the device that they compute on.
+    """
+
+    group: ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, S."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank in the group."""
+        return self.group.rank()
+
+    def tokens(self, num_tokens: int) -> range:
+        """Returns the positions of this rank's tokens in a row of `num_tokens`, which may reach beyond its end."""
+        share = -(-num_tokens // self.size)
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    def own(self, x_T: Tensor) -> Tensor:
+        """Returns this rank's part [ceil(T / S)] of a tensor [T] of a whole row, padded with zeros."""
+        tokens = self.tokens(len(x_T))
+        x = x_T[tokens.start : tokens.stop]
+        return F.pad(x, (0, len(tokens) - len(x)))
+
+    def to_heads(self, projections: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
+        """Exchanges tokens for heads, all projections in one all-to-all. Collective over the group.
+
+        Args:
+            projections: Queries, keys and values of this rank's tokens, each [heads, ceil(T / S), D]. A projection with
+                fewer heads than ranks has each of them repeated for the ranks that share it
+                (`settings.meshes.check_sequence_parallel` has the numbers of heads that fit).
+            num_tokens: T, the number of tokens of the row.
+
+        Returns:
+            Of each projection, this rank's heads of all tokens of the row, [heads / S, T, D], or [1, T, D] of repeated
+            heads.
+        """
+        parts = [self._by_rank(x) for x in projections]
+        received_SHTD = all_to_all(torch.cat(parts, dim=1), self.group)
+        whole_HTD = received_SHTD.transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+        return list(whole_HTD.split([part.shape[1] for part in parts]))
+
+    def to_tokens(self, x_THD: Tensor) -> Tensor:
+        """Exchanges heads for tokens, the inverse of `to_heads`: from this rank's heads of all tokens [T, heads / S, D]
+        to all heads of this rank's tokens [ceil(T / S), heads, D]. Collective over the group."""
+        num_tokens, share = len(x_THD), len(self.tokens(len(x_THD)))
+        padded = F.pad(x_THD, (0, 0, 0, 0, 0, share * self.size - num_tokens))
+        received_STHD = all_to_all(padded.unflatten(0, (self.size, share)), self.group)
+        return received_STHD.transpose(0, 1).flatten(1, 2)
+
+    def _by_rank(self, x_HTD: Tensor) -> Tensor:
+        """Returns the heads [S, heads / S, T, D] that each rank gets."""
+        if len(x_HTD) < self.size:
+            x_HTD = x_HTD.repeat_interleave(self.size // len(x_HTD), dim=0)
+        return x_HTD.unflatten(0, (self.size, -1))
