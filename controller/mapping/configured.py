@@ -77,8 +77,9 @@ def placeable(model: Model) -> Model:
     if use.adapters is not None:
         # Plans have no generation mesh for fsdp.
         rollout = use.rollout and replace(use.rollout, pipeline=1, tensor=1)
-        return replace(model, use=replace(use, rollout=rollout))
-    return replace(model, use=replace(use, engine="3d", offload_optimizer=False))
+        return replace(model, use=replace(use, rollout=rollout, sequence_parallel=1))
+    use = replace(use, engine="3d", offload_optimizer=False, sequence_parallel=1)
+    return replace(model, use=use)
 
 
 def described_plan(config: Config, problem: Problem, group: DeviceGroup) -> MappedPlan:

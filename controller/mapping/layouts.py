@@ -272,7 +272,7 @@ def _call_s(call: Call, model: Model, use: ModelUse, site: Site, workload: Workl
 def _transfer_s(call: Call, use: ModelUse, site: Site, workload: Workload) -> float:
     """Returns the seconds to fetch the columns of a call that other services made, as if these were on other
     machines: each data rank fetches its rows."""
-    nbytes = sum(column_bytes(name, workload) for name in call.reads) * call.rows / use.mesh[2]
+    nbytes = sum(column_bytes(name, workload) for name in call.reads) * call.rows / use.row_parts
     if not nbytes:
         return 0.0
     return site.send(nbytes, site.group.count + 1, site.group.per_machine)

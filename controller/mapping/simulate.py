@@ -80,7 +80,7 @@ class MicroBatchTimes:
 
     Attributes:
         compute: Matrix products.
-        tensor: All-reduces over the tensor-parallel ranks.
+        tensor: All-reduces over the tensor-parallel ranks, and all-to-alls of ranks that divide tokens.
         gather: All-gather of sharded weights, which overlaps with computation.
         hand_over: Sending hidden states to the next stage.
         launches: Starting kernels.
@@ -119,15 +119,25 @@ def micro_batch(use: ModelUse, site: Site, rows: float, workload: Workload) -> M
     means, shape, group = row_means(workload), use.shape, site.group
     flops = forward_flops(shape, rows * means.tokens, rows * means.pairs, rows * means.scored)
     weights = shape.num_parameters * use.itemsize / (pipeline * tensor)
-    compute = max(flops / (pipeline * tensor) / group.flops(use.dtype), weights / group.bandwidth)
+    sharing = pipeline * tensor * use.sequence_parallel
+    compute = max(flops / sharing / group.flops(use.dtype), weights / group.bandwidth)
     hidden = rows * means.tokens * shape.hidden * use.itemsize
     reduces = 2 * shape.layers / pipeline * site.all_reduce(hidden, tensor, tensor)
+    reduces += shape.layers * _exchange_s(use, site, rows * means.tokens)
     gather = 0.0
     if is_sharded_over_data(use):
         gather = site.all_gather(weights, data, use.ranks, pipeline * tensor, _units(use))
     hand_over = site.send(hidden, pipeline * tensor, tensor) if pipeline > 1 else 0.0
     launches = site.starting(KERNELS_PER_LAYER * shape.layers / pipeline)
     return MicroBatchTimes(compute, reduces, gather, hand_over, launches, site)
+
+
+def _exchange_s(use: ModelUse, site: Site, tokens: float) -> float:
+    """Returns the seconds of the two all-to-alls of a layer, of queries, keys and values and of the attention's output,
+    among ranks that divide `tokens` tokens among themselves; 0 where each has its own."""
+    parts, shape = use.sequence_parallel, use.shape
+    nbytes = tokens / parts * 2 * (shape.query + shape.key) * use.itemsize
+    return site.all_gather(nbytes, parts, parts, pieces=2) if parts > 1 else 0.0
 
 
 def inference_s(use: ModelUse, site: Site, rows: int, workload: Workload) -> float:
@@ -172,11 +182,11 @@ def _tensors(use: ModelUse) -> float:
 def _cut(use: ModelUse, rows: int, workload: Workload) -> tuple[float, int]:
     """Returns the mean rows of a micro-batch, and the number of micro-batches of a data rank, of `rows` rows over all
     data ranks."""
-    per_rank = -(-rows // use.mesh[2])
+    per_rank = -(-rows // use.row_parts)
     means = row_means(workload)
     # Micro-batches are filled by tokens where rows are packed, and padded to the longest otherwise.
     tokens = means.tokens if use.packs else workload.prompts.longest + workload.responses.longest
-    most = max(1, min(int(use.micro_batch_tokens // tokens), per_rank))
+    most = max(1, min(int(use.token_budget // tokens), per_rank))
     count = -(-per_rank // most)
     return per_rank / count, count
 

@@ -243,7 +243,9 @@ def _mesh(table: ServiceTable) -> Mesh:
     training = getattr(table, "mesh", "")
     generation = generation_sizes(getattr(table, "generation_mesh", ""), training)
     if not training:
-        return Mesh(1, 1, table.ranks, *generation, usual_order=generation != (1, 1))
+        sequence = getattr(table, "sequence_parallel", 1)
+        data = table.ranks // sequence
+        return Mesh(1, sequence, data, *generation, usual_order=generation != (1, sequence))
     return Mesh(*parse(training), *generation)
 
 

@@ -39,10 +39,11 @@ class TokenCounts:
 
 def token_counts(use: ModelUse, rows: RowSizes) -> TokenCounts:
     """Returns the sizes of a rank's largest micro-batch, for rows that are all of the same length and do not share
-    prompts."""
+    prompts. Of a micro-batch that several ranks divide among themselves: those of the rank that has most of the scored
+    tokens, which attends with a part of the heads, counted as so many tokens of all."""
     length = rows.prompt_tokens + rows.response_tokens
-    per_rank = -(-rows.rows // (use.mesh[2] * rows.mini_batches))
-    most = max(1, min(use.micro_batch_tokens // length, per_rank))
+    per_rank = -(-rows.rows // (use.row_parts * rows.mini_batches))
+    most = max(1, min(use.token_budget // length, per_rank))
     count = -(-per_rank // most)
     together = -(-per_rank // count) if use.packs else most
     if not use.packs:
@@ -52,7 +53,20 @@ def token_counts(use: ModelUse, rows: RowSizes) -> TokenCounts:
     # The last token of a response predicts nothing.
     read = length - 1
     padded = read + -read % TILE if read % TILE > TILE // 2 else read
-    return TokenCounts(count, together * read, together * rows.response_tokens, together * padded, together)
+    tokens, attended = (-(-together * each // use.sequence_parallel) for each in (read, padded))
+    scored = max(
+        _scored_before(min(first + tokens, together * read), read, rows.response_tokens)
+        - _scored_before(min(first, together * read), read, rows.response_tokens)
+        for first in range(0, use.sequence_parallel * tokens, tokens)
+    )
+    return TokenCounts(count, tokens, scored, attended, together)
+
+
+def _scored_before(position: int, read: int, responses: int) -> int:
+    """Returns the scored tokens before a position of a packed row, whose sequences have `read` tokens each, the last
+    `responses` of them scored."""
+    whole, rest = divmod(position, read)
+    return whole * responses + max(0, rest - (read - responses))
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,7 @@ def _model_use(table: ModelTable, on_gpu: bool) -> ModelUse:
         _shape(table.model_directory, "value" if isinstance(table, CriticTable | ValuesTable) else "lm"),
         engine=table.engine,  # pyright: ignore[reportArgumentType] - one of the three, as was just checked
         mesh=meshes.parse(table.mesh) if table.mesh else (1, 1, table.ranks),
+        sequence_parallel=table.sequence_parallel,
         shards_over_data=table.shards_over_data,
         zero_stage=table.zero.stage,
         offload_optimizer=table.zero.offload_optimizer,

@@ -80,6 +80,8 @@ class ModelUse:
         engine: Training engine; whole: every rank has the whole model and no engine (a reward that only scores); none:
             no engine but that of generation (a rollout service), whose mesh this is.
         mesh: Pipeline, tensor and data size; 1-1-ranks for engines without a mesh.
+        sequence_parallel: For fsdp: data ranks that have the same rows and divide the tokens of each micro-batch among
+            themselves.
         shards_over_data: For 3d: whether data ranks shard weights, gradients and moments.
         zero_stage: For zero: its stage.
         offload_optimizer: For zero: whether optimizer state is in host memory.
@@ -98,6 +100,7 @@ class ModelUse:
     shape: ModelShape
     engine: Literal["fsdp", "3d", "zero", "whole", "none"] = "fsdp"
     mesh: Sizes = (1, 1, 1)
+    sequence_parallel: int = 1
     shards_over_data: bool = False
     zero_stage: int = 2
     offload_optimizer: bool = False
@@ -118,6 +121,16 @@ class ModelUse:
     def ranks(self) -> int:
         """Number of ranks."""
         return math.prod(self.mesh)
+
+    @property
+    def row_parts(self) -> int:
+        """Number of parts that the rows of a call are divided into."""
+        return self.mesh[2] // self.sequence_parallel
+
+    @property
+    def token_budget(self) -> int:
+        """Maximum number of tokens of a micro-batch, over the ranks that divide it among themselves."""
+        return self.micro_batch_tokens * self.sequence_parallel
 
     @property
     def generates(self) -> bool:

@@ -170,6 +170,7 @@ def make_engine(use: ModelUse, directory: Path) -> ShardedEngine:
     if use.adapters is not None:
         adapters = AdapterOptions(rank=use.adapters.rank)
         return LoRAEngine(model, CPU, adapters=adapters, optimizer=OptimizerOptions(), **options)
+    options["sequence_parallel"] = use.sequence_parallel
     return FSDPEngine(model, CPU, optimizer=optimizer, **options)
 
 
@@ -179,7 +180,7 @@ def _micro_batch(use: ModelUse, rows: Rows, engine: ShardedEngine) -> MicroBatch
         _column(use, rows.count, length) for length in (rows.prompt_tokens, rows.response_tokens)
     )
     if use.packing and engine.packs:
-        return pack(prompts, responses, every)
+        return pack(prompts, responses, every, ranks=engine.sequence_ranks)
     return pad(prompts, responses, every, 0)
 
 

@@ -53,6 +53,7 @@ TWO_RANKS = {
     "fsdp": (FSDP, MANY),
     "fsdp, bfloat16, few tokens": (replace(FSDP, dtype="bfloat16"), FEW),
     "fsdp, generating together": (replace(FSDP, rollout=RolloutUse(tensor=2)), MANY),
+    "fsdp, dividing tokens": (replace(FSDP, sequence_parallel=2), MANY),
     "zero-2": (ZERO, MANY),
     "zero-3, few tokens": (replace(ZERO, zero_stage=3), FEW),
 }
@@ -60,6 +61,11 @@ MORE_OF_FSDP = {
     "fsdp, few tokens": (FSDP, FEW),
     "fsdp, bfloat16": (replace(FSDP, dtype="bfloat16"), MANY),
     "fsdp, recomputed": (replace(FSDP, activation_checkpointing=True), MANY),
+    "fsdp, dividing tokens, bfloat16": (replace(FSDP, dtype="bfloat16", sequence_parallel=2), MANY),
+    "fsdp, dividing tokens, recomputed": (
+        replace(FSDP, activation_checkpointing=True, sequence_parallel=2),
+        MANY,
+    ),
     "fsdp, value head": (replace(FSDP, shape=SHAPE.with_head("value")), MANY),
     "fsdp, generating in two stages in bfloat16": (
         replace(FSDP, dtype="bfloat16", rollout=RolloutUse(pipeline=2)),
@@ -141,8 +147,8 @@ def _least(ranks: list[dict[str, int]]) -> dict[str, int]:
 def _differences(use: ModelUse, rows: Rows, stage: int, found: dict[str, int]) -> list[str]:
     """Returns a line for each figure that differs from its prediction: tensors at all, peaks beyond the tolerance."""
     length = rows.prompt_tokens + rows.response_tokens
-    use = replace(use, micro_batch_tokens=rows.count * length)
-    every = rows.count * MICRO_BATCHES * use.mesh[2]
+    use = replace(use, micro_batch_tokens=-(-rows.count * length // use.sequence_parallel))
+    every = rows.count * MICRO_BATCHES * use.row_parts
     # Two mini-batches, so that an update needs a snapshot.
     sizes = RowSizes(rows.prompt_tokens, rows.response_tokens, 2 * every, mini_batches=2)
     stages = predict_rank(use, sizes, stage)
