@@ -137,8 +137,8 @@ class EngineSpec(Spec):
     Attributes:
         implementation: Subclass of `services.engines.base.TrainEngine`.
         keys: Those of mesh, shards_over_data, generation_mesh, transition, activation_checkpointing and
-            sequence_parallel that the engine reads. Where it reads mesh, the table must set it. Where it reads generation_mesh alone, generation shards
-            are made of `TrainEngine.local_shards`.
+            sequence_parallel that the engine reads. Where it reads mesh, the table must set it. Where it reads
+            generation_mesh alone, generation shards are made of `TrainEngine.local_shards`.
         adapters: Class of the engine that trains low-rank adapters (table `lora`), as "module:Class", with a method
             `without_adapters` as `services.engines.fsdp.lora.LoRAEngine`; empty: the engine trains none.
     """

@@ -252,7 +252,9 @@ def _attend_packed(
         query, key, value = ranks.to_heads((query, key, value), packing.num_tokens)
         # Where ranks share a key head, they have fewer queries for it than the whole layer has.
         own_heads = SimpleNamespace(num_key_value_groups=len(query) // len(key), is_causal=True)
-        attended = _attend_packed(own_heads, query, key, value, replace(packing, ranks=None), window, **options)
+        attended = _attend_packed(
+            own_heads, query, key, value, replace(packing, ranks=None), window, **options
+        )
         return ranks.to_tokens(attended)
     if has_kernel(query):
         return attend_spans(query, key, value, packing.spans, window, options["scaling"])

@@ -176,8 +176,7 @@ class TrainEngine(ABC):
         step_is_atomic: whether a `step` that fails on any rank has changed no weight on any rank.
         sees_outputs: whether this rank has the outputs and statistics; in a pipeline, only the last stage has.
         packs: whether the engine can compute packed micro-batches, besides padded ones.
-        sequence_ranks: ranks with which this one divides the tokens of its micro-batches, which are then all packed;
-            None if each data rank computes its own.
+        sequence_ranks: ranks that divide the tokens of packed micro-batches among themselves; None for none.
         cached_tokens: tokens of a micro-batch beyond which time per token grows; None if it does not.
         detail: what Describe says of the engine beside its name, such as a stage; empty for nothing.
         generation_shards: how `rollout_weights` cuts the weights; None if it yields whole tensors.
@@ -215,12 +214,9 @@ class TrainEngine(ABC):
         """
 
     def token_budget_for(self, most: int, longest: int) -> int:
-        """Returns the token budget of micro-batches that is fastest on this engine: `cached_tokens`, or `longest` if
-        that is more, but at most `most`; `most` itself if `cached_tokens` is None.
-
-        Args:
-            most, longest: configured token budget, and tokens of the longest row.
-        """
+        """Returns the token budget of micro-batches that is fastest on this engine, of at most `most`, the configured
+        one: `cached_tokens`, or the tokens of the longest row, `longest`, if these are more; `most` itself if
+        `cached_tokens` is None."""
         return most if self.cached_tokens is None else min(most, max(self.cached_tokens, longest))
 
     @abstractmethod

@@ -1,4 +1,5 @@
-"""A whole run whose models are spread over pipeline stages and tensor ranks, or each in an engine of another kind."""
+"""A whole run whose models are spread over pipeline stages and tensor ranks, or each in an engine of another kind, or
+whose rows are divided over ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
 from integration.conftest import Task
 from integration.harness import Processes, free_ports
+from integration.resuming import with_tables
 from settings.engines import ZeroTable
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -26,6 +28,9 @@ CRITICS = {
     "3d": {"ranks": 2, "engine": "3d", "mesh": "2-1-1"},
     "zero": {"ranks": 2, "engine": "zero", "zero": ZeroTable(stage=2)},
 }
+ROW_TOKENS = 16
+DIVIDED = {"ranks": 2, "sequence_parallel": 2, "micro_batch_tokens": ROW_TOKENS // 2}
+"""Ranks that can compute a row of up to ROW_TOKENS only together."""
 SAME = (
     "reward/mean",
     "actor/grad_norm",
@@ -58,6 +63,14 @@ def run(config: Config, directory: Path, meshes: dict[str, dict[str, Any]]) -> P
         processes.kill()
     (run_directory,) = (directory / "runs").iterdir()
     return run_directory
+
+
+def assert_same_numbers(ours: Path, theirs: Path, keys: tuple[str, ...]) -> None:
+    """Asserts that two runs have the same numbers but for rounding errors."""
+    for line, other in zip(read_metrics(ours), read_metrics(theirs), strict=True):
+        for key in keys:
+            if key in other:
+                assert line[key] == pytest.approx(other[key], rel=1e-3, abs=1e-6), key
 
 
 @pytest.fixture(scope="module", params=[pytest.param("3d", marks=pytest.mark.full), "zero"])
@@ -95,8 +108,18 @@ def test_the_logs_have_no_warnings(finished: Path) -> None:
 
 @pytest.mark.full
 def test_a_mesh_gives_the_numbers_of_one_rank(finished: Path, config: Config, tmp_path: Path) -> None:
-    plain = run(config, tmp_path, {"actor": {"ranks": 1}})
-    for ours, theirs in zip(read_metrics(finished), read_metrics(plain), strict=True):
-        for key in SAME:
-            if key in theirs:
-                assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-6), key
+    assert_same_numbers(finished, run(config, tmp_path, {"actor": {"ranks": 1}}), SAME)
+
+
+def test_ranks_that_divide_rows_give_the_numbers_of_one_rank(config: Config, tmp_path: Path) -> None:
+    config = with_tables(config, data={"max_prompt_tokens": ROW_TOKENS - config.rollout.max_response_tokens})
+    # The actor's two data ranks of two ranks each generate as two replicas of two.
+    divided = {
+        "actor": {**DIVIDED, "ranks": 4, "generation_mesh": "1-2-2"},
+        "critic": DIVIDED,
+        "reference": DIVIDED,
+    }
+    ours, theirs = (tmp_path / name for name in ("divided", "plain"))
+    for directory in (ours, theirs):
+        directory.mkdir()
+    assert_same_numbers(run(config, ours, divided), run(config, theirs, {"actor": {"ranks": 1}}), SAME)

@@ -119,6 +119,18 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
         ("services.actor.pool='gpus'", r"services\.actor\.pool: no pool 'gpus'; known: none"),
         ("services.actor.mesh='1-2-1'", r"services\.actor: mesh is for engine 3d, and engine is fsdp"),
         (
+            "services.actor.ranks=4\nservices.actor.sequence_parallel=3",
+            r"services\.actor: sequence_parallel 3 does not divide ranks, which is 4; allowed: 1, 2, 4",
+        ),
+        (
+            "services.actor.sequence_parallel=2\nservices.actor.packing=false",
+            r"services\.actor: sequence_parallel divides packed micro-batches, and packing is false",
+        ),
+        (
+            "services.critic.ranks=2\nservices.critic.engine='zero'\nservices.critic.sequence_parallel=2",
+            r"services\.critic: sequence_parallel is for engine fsdp, and engine is zero",
+        ),
+        (
             "services.actor.shards_over_data=true",
             r"services\.actor: shards_over_data is for engine 3d, and engine is fsdp",
         ),

@@ -111,6 +111,24 @@ def test_a_model_that_does_not_divide_over_its_generation_mesh_is_refused(
     assert str(raised.value) == MISFIT.replace("mesh", "generation_mesh", 1)
 
 
+@pytest.mark.parametrize(("ranks", "fits"), [(2, True), (3, False), (4, True), (6, False), (12, True)])
+def test_ranks_that_cannot_divide_the_attention_heads_of_a_row_are_refused(
+    ranks: int, fits: bool, tmp_path: Path
+) -> None:
+    # 12 heads of queries, 4 of keys and values: 12 ranks share each of these by threes.
+    keys = (f"ranks={ranks}", f"sequence_parallel={ranks}", f"model='{model(tmp_path, SHAPE)}'")
+    table = load(QUICKSTART, tuple(f"services.actor.{key}" for key in keys)).services["actor"]
+    if fits:
+        check_model_fits("actor", table)
+        return
+    with pytest.raises(
+        ConfigError,
+        match="services.actor: sequence_parallel: 12 attention heads and 4 key-value heads cannot be dealt out to "
+        f"{ranks} ranks; allowed: 1, 2, 4, 12",
+    ):
+        check_model_fits("actor", table)
+
+
 def test_vllm_is_refused_where_heads_are_too_small(tmp_path: Path) -> None:
     shape = SHAPE | {"head_dim": None, "hidden_size": 96}
     keys = ("rollout_engine='vllm'", f"model='{model(tmp_path, shape)}'")

@@ -23,14 +23,17 @@ from transformers import (
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
-from services.compute.heads import value_head
+from services.compute.heads import PolicyHead, value_head
 from services.compute.jagged_rows import assemble
-from services.compute.microbatch import MicroBatch
+from services.compute.microbatch import MicroBatch, pack
 from services.compute.packing import MAX_LENGTH_RATIO, TILE, Packing, Places, attend
+from services.compute.sequence_parallel import SequenceRanks
 from services.compute.splitting import split
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.three_d.engine import ThreeDParallelEngine
 from services.models.value_model import ValueModel
+from services.roles.columns import Sequences
+from services.roles.update_loss import LossTerm, LossTermBatch, UpdateLoss
 
 CPU = torch.device("cpu")
 WINDOW = 5
@@ -155,6 +158,65 @@ def test_packed_values_are_those_of_padded_rows():
         collected = [m.collect(out) for m, out in zip(micro_batches, outputs, strict=True)]
         values.append(assemble([m.rows for m in micro_batches], collected, columns[1].lengths).values)
     torch.testing.assert_close(values[1], values[0], rtol=0, atol=1e-10)
+
+
+class Group:
+    """Stands for a process group where a micro-batch is divided, which sends nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = (lambda: rank), (lambda: size)
+
+
+@given(shapes=row_shapes(), size=st.integers(1, 7))
+def test_parts_have_each_token_of_a_row_and_each_response_token_once(shapes: RowShapes, size: int):
+    prompts, responses = shapes.columns()
+    whole = pack(prompts, responses, np.arange(prompts.rows))
+    assert whole.packing is not None
+    assert whole.read_N is not None
+    parts = []
+    for rank in range(size):
+        group: Any = Group(rank, size)
+        divided = pack(prompts, responses, np.arange(prompts.rows), ranks=SequenceRanks(group))
+        assert divided.packing is None
+        assert divided.part is not None
+        parts.append(divided.part)
+    num_tokens = whole.input_ids_BT.shape[1]
+    for name, row in (
+        ("input_ids_BT", whole.input_ids_BT),
+        ("position_ids_1T", whole.packing.position_ids_1T),
+    ):
+        found = [getattr(part if name == "input_ids_BT" else part.packing, name) for part in parts]
+        assert len({x.shape for x in found}) == 1
+        assert torch.equal(torch.cat(found, dim=1)[:, :num_tokens], row)
+    owned = torch.stack([part.response_mask_BR for part in parts])
+    assert torch.equal(owned.sum(dim=0), whole.response_mask_BR.long())
+    predicting = torch.full(whole.response_mask_BR.shape, -1)
+    for rank, part in enumerate(parts):
+        assert part.read_N is not None
+        share = part.input_ids_BT.shape[1]
+        assert len(part.read_N) == part.num_scored <= max(1, share)
+        own_BR = part.read_N[part.predicting_BR] + rank * share
+        predicting = predicting.where(~part.response_mask_BR, own_BR)
+        assert torch.equal(part.collect(whole.grid(whole.response_ids_N)), part.response_ids_N)
+        assert part.response_lengths.tolist() == part.response_mask_BR.sum(dim=1).tolist()
+    assert torch.equal(
+        predicting[whole.response_mask_BR], whole.read_N[whole.predicting_BR][whole.response_mask_BR]
+    )
+
+
+def test_a_part_of_a_loss_term_is_computed_by_the_head_of_the_term():
+    engine, (prompts, responses) = FSDPEngine(make_model("llama"), CPU), make_rows()
+    group: Any = torch.distributed.group.WORLD
+    ranks = SequenceRanks(group)
+    rows = np.flatnonzero(responses.lengths)
+    divided = LossTermBatch.of(pack(prompts, responses, rows, ranks=ranks))
+    term = LossTerm(Sequences(prompts, responses), PolicyHead(temperature=2.0), lambda tokens: loss, ())
+    head, _ = UpdateLoss(HEAD, lambda tokens, rows: loss, (), term).for_mini_batch(1, 1, 1)
+    (found,), (expected,) = (
+        engine.infer([micro_batch], each)
+        for micro_batch, each in ((divided, head), (pack(prompts, responses, rows), term.head))
+    )
+    assert torch.equal(found.log_probs_BR, expected.log_probs_BR)
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30))

@@ -108,7 +108,10 @@ class FSDPEngine(DataParallelEngine):
         # AdamW is element-wise, so it gets the local shards, which are faster than DTensors.
         shards = {name: local_part(p) for name, p in self._parameters.items()}
         super().__init__(model, device, shards, trained, optimizer)
-        self.data_rank, self.data_size = self.data_rank // sequence_parallel, self.data_size // sequence_parallel
+        self.data_rank, self.data_size = (
+            self.data_rank // sequence_parallel,
+            self.data_size // sequence_parallel,
+        )
         self._counts_loss = self.sequence_ranks is None or self.sequence_ranks.rank == 0
 
     @classmethod
