@@ -69,17 +69,33 @@ def test_the_dry_run_accepts_it_and_counts_its_steps(config: Path) -> None:
     assert "run.epochs 2: 2 steps of 128 prompts" in ran.stderr
 
 
-def test_it_fits_with_what_the_page_says(config: Path) -> None:
-    ran = run(deploy, "check", config, "--device-memory-gb", "80")
+def predicted(config: Path, *settings: str) -> dict[str, int]:
+    """Returns the GB of each GPU that are predicted for the actor, by stage; asserts that all fits into 80 GB."""
+    changes = [text for setting in settings for text in ("--set", setting)]
+    ran = run(deploy, "check", config, "--device-memory-gb", "80", *changes)
     assert ran.exit_code == 0, ran.output
-    bytes_of = {
-        stage: float(found[1])
+    return {
+        stage: round(float(found[1]))
         for stage in ("generation", "update")
         if (found := re.search(rf"^ +{stage} +([\d.]+)", ran.output, re.MULTILINE))
     }
+
+
+def test_it_fits_with_what_the_page_says(config: Path) -> None:
     said = re.search(r"predicts (\d+) GB of each GPU in generation and (\d+) GB in updates", PAGE.read_text())
     assert said is not None
-    assert [round(bytes_of["generation"]), round(bytes_of["update"])] == [int(said[1]), int(said[2])]
+    assert predicted(config) == {"generation": int(said[1]), "update": int(said[2])}
+
+
+def test_long_rows_fit_with_what_the_page_says(config: Path) -> None:
+    page = " ".join(PAGE.read_text().split())
+    said = re.search(r"(\d+) GB are predicted in updates of the actor, and (\d+) GB where one GPU", page)
+    assert said is not None
+    found = []
+    for keys in (("sequence_parallel=4", "micro_batch_tokens=8192"), ("micro_batch_tokens=32768",)):
+        settings = [f"services.{service}.{key}" for service in ("actor", "reference") for key in keys]
+        found.append(predicted(config, "rollout.max_response_tokens=32256", *settings)["update"])
+    assert found == [int(said[1]), int(said[2])]
 
 
 def test_a_smaller_gpu_is_refused_with_what_is_missing(config: Path) -> None:
