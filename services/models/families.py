@@ -34,6 +34,11 @@ from services.models.value_model import ValueModel
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` whose transformer consists of an embedding, equal layers and a norm, and nothing else.
 Models of other types may, for example, scale the embedding's output, which every pipeline stage would repeat."""
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Values of `model_type` of mixtures of experts that are otherwise as `FAMILIES`: each token is computed by a few of
+several feed-forward layers."""
+PACKED = (*FAMILIES, *MIXTURES)
+"""Values of `model_type` whose rows engine fsdp packs."""
 
 
 def load_causal_lm(

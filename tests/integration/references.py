@@ -21,6 +21,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from integration.three_d_main import ENTROPY_WEIGHT, NUM_STEPS, OPTIONS, TEMPERATURE, VOCABULARY, Rows
@@ -47,6 +49,11 @@ MODELS = {
         Qwen3Config(**SIZES, **WINDOW, max_window_layers=2, use_sliding_window=True)
     ),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, **WINDOW)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=2
+        )
+    ),
 }
 TOLERANCE = {"float64": 1e-8, "float32": 1e-5}
 STEPS_TOLERANCE = {"float64": 1e-8, "float32": 1e-3}

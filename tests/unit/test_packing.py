@@ -15,10 +15,13 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from nccl_transfer.refs.columns import Jagged
@@ -37,7 +40,7 @@ from services.roles.update_loss import LossTerm, LossTermBatch, UpdateLoss
 
 CPU = torch.device("cpu")
 WINDOW = 5
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -53,13 +56,22 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES),
     "mistral": MistralConfig(**SIZES, sliding_window=WINDOW),
 }
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXTURES: dict[str, PreTrainedConfig] = {
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen2_moe": Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=24),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2),
+}
+"""Mixtures of experts, the last one in every second layer."""
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def make_model(family: str) -> Any:
     torch.manual_seed(7)
-    return AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_config({**FAMILIES, **MIXTURES}[family], dtype=torch.float64).eval()
+    model.set_experts_implementation("eager")  # that of torch computes in float32 at most
+    return model
 
 
 def make_rows(alike: bool = False) -> tuple[Jagged[Tensor], Jagged[Tensor]]:
@@ -80,8 +92,13 @@ def alone(model: PreTrainedModel, prompt: Tensor, response: Tensor) -> Tensor:
     return log_p.gather(1, response[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("engine_name", ["fsdp", "3d"])
+@pytest.mark.parametrize(
+    ("family", "engine_name"),
+    [
+        *((name, engine) for name in FAMILIES for engine in ("fsdp", "3d")),
+        *((name, "fsdp") for name in MIXTURES),
+    ],
+)
 @pytest.mark.parametrize("alike", [False, True])
 def test_packed_rows_have_the_log_probs_and_gradients_of_rows_alone(
     family: str, engine_name: str, alike: bool, tmp_path: Path

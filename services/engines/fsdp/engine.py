@@ -26,7 +26,7 @@ from services.engines.base import EngineSetup, OptimizerOptions
 from services.engines.data_parallel import DataParallelEngine
 from services.engines.fully_shard import box, local_part, shard_modules, whole
 from services.engines.implementation import compute_dtype, kept_dtype
-from services.models.families import FAMILIES
+from services.models.families import PACKED
 from services.models.loading import Load, load_on_meta, materialize, read_first_values, read_parts
 from services.models.value_model import ValueModel, transformer_of
 from services.models.weights import cast
@@ -209,9 +209,9 @@ class _ModelAndHead(nn.Module):
 
 
 def _enable_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
-    """Prepares a model for packed micro-batches, if it is of one of the `FAMILIES`; returns whether it is."""
+    """Prepares a model for packed micro-batches, if it is of one of the types `PACKED`; returns whether it is."""
     backbone = transformer_of(model)
-    if backbone.config.model_type not in FAMILIES:
+    if backbone.config.model_type not in PACKED:
         return False
     backbone.set_attn_implementation(ATTENTION)
     skip_unread_positions_in_last_layer(_blocks(model)[-1])
@@ -219,9 +219,9 @@ def _enable_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
 
 
 def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
-    """Returns the output layer of a model of one of the `FAMILIES`, if that layer is a plain product of hidden states
-    and weight; None for any other model, and for value models."""
-    if isinstance(model, ValueModel) or model.config.model_type not in FAMILIES:
+    """Returns the output layer of a model of one of the types `PACKED`, if that layer is a plain product of hidden
+    states and weight; None for any other model, and for value models."""
+    if isinstance(model, ValueModel) or model.config.model_type not in PACKED:
         return None
     layer = model.get_output_embeddings()
     if type(layer) is nn.Linear or isinstance(layer, Linear):
