@@ -22,8 +22,10 @@ from services.engines.base import HeldTensor, OptimizerOptions
 from services.engines.collectives import max_over_ranks, stop_together
 from services.engines.export import export_gathered
 from services.engines.sharded import ShardedEngine
-from services.models.export import stored_as_computed, tensors_sha256, write_config, write_model
+from services.models.experts import EXPERTS
+from services.models.export import has_files_by_parts, tensors_sha256, write_config, write_model
 from services.models.loading import Model, repeated_names, tied_names
+from services.models.value_model import transformer_of
 from services.models.weights import cast, write_weights
 from services.storage.checkpoint import WeightShard
 
@@ -172,12 +174,13 @@ class DataParallelEngine(ShardedEngine):
             gathered: name and whole tensor of each, in the same order.
             dtype: type that `gathered` has cast floating-point tensors to, for the configuration; None if it has not.
         """
-        if stored_as_computed(self._model):
+        if has_files_by_parts(self._model):
             sizes = {
                 name: math.prod(self._shape(name, x)) * cast(x.new_empty(0), dtype).element_size()
                 for name, x in tensors.items()
             }
-            sha256 = write_weights(directory, sizes, gathered)
+            experts = EXPERTS.get(transformer_of(self._model).config.model_type)
+            sha256 = write_weights(directory, sizes, gathered, experts)
         else:
             # transformers converts these tensors, and needs all of them at once.
             weights = {name: x.to("cpu", copy=True) for name, x in gathered}

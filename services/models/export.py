@@ -18,14 +18,17 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from services.compute.transformers_internals import converts_weights
 from services.models.directory import VALUE_HEAD_FILE
+from services.models.experts import EXPERTS
 from services.models.value_model import ValueModel, transformer_of
 
 
-def stored_as_computed(model: PreTrainedModel | ValueModel) -> bool:
-    """Returns whether files contain a model's tensors as they are in memory. False for most mixtures of experts and
-    for quantized models, whose tensors transformers converts when it reads and writes files."""
+def has_files_by_parts(model: PreTrainedModel | ValueModel) -> bool:
+    """Returns whether `services.models.weights` reads and writes the files of a model tensor by tensor. False for some
+    mixtures of experts and for quantized models, whose tensors transformers converts, all at once."""
     transformer = transformer_of(model)
-    return not (converts_weights(transformer) or getattr(transformer.config, "quantization_config", None))
+    if getattr(transformer.config, "quantization_config", None):
+        return False
+    return transformer.config.model_type in EXPERTS or not converts_weights(transformer)
 
 
 def tensors_sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:

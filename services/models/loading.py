@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from services.compute.torch_internals import registered_tensors
-from services.models.export import stored_as_computed
+from services.models.export import has_files_by_parts
 from services.models.value_model import ValueModel
 from services.models.weights import WeightsReader
 from services.storage.checkpoint import WeightShard
@@ -42,7 +42,7 @@ def load_on_meta(load: Load, directory: Path, dtype: torch.dtype) -> Model:
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items() if x.is_meta}
     tied = shapes.keys() & repeated_names(model)
     with WeightsReader(directory) as reader:
-        if stored_as_computed(model) and all(
+        if has_files_by_parts(model) and all(
             reader.holds(name, shape) for name, shape in shapes.items() if name not in tied
         ):
             return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.models.directory import VALUE_HEAD_FILE
+from services.models.experts import EXPERTS, ExpertNames
 from services.models.export import tensors_sha256
 from services.storage.checkpoint import WeightShard
 
@@ -82,8 +84,17 @@ class WeightsReader:
         shard.tensor.copy_(stored[shard.box])
 
     def _stored(self, name: str) -> Any:
-        """Returns the safetensors slice of a tensor, given its name in the model; None if the files lack it."""
-        return next((self._tensors[key] for key in _stored_names(name) if key in self._tensors), None)
+        """Returns the safetensors slice of a tensor, or a `StackedExperts`, given its name in the model; None if the
+        files lack it."""
+        for key in _stored_names(name):
+            if key in self._tensors:
+                return self._tensors[key]
+            for names in {*EXPERTS.values()}:
+                if (found := names.stacked(key, self._tensors)) is not None:
+                    return found
+                if (renamed := names.stored_name(key)) in self._tensors:
+                    return self._tensors[renamed]
+        return None
 
     def _found(self) -> Iterator[tuple[str, Any]]:
         """Opens all weight files; yields the name in the file and the safetensors slice of each tensor."""
@@ -114,15 +125,22 @@ class WeightsWriter:
         sizes: Bytes of every tensor that will be added, by its name in the model, in the order of the files.
         max_file_bytes: Most bytes of a file, unless a single tensor is larger. Tensors are kept in memory until all
             those of their file have been added.
+        experts: Names in files of the experts of a mixture of experts; None for other models.
     """
 
     def __init__(
-        self, directory: Path, sizes: Mapping[str, int], max_file_bytes: int = MAX_FILE_BYTES
+        self,
+        directory: Path,
+        sizes: Mapping[str, int],
+        max_file_bytes: int = MAX_FILE_BYTES,
+        experts: ExpertNames | None = None,
     ) -> None:
-        self._directory = directory
+        self._directory, self._experts = directory, experts
         self._total_bytes = sum(size for name, size in sizes.items() if not name.startswith(_VALUE_HEAD))
         self._files = _file_of(sizes, max_file_bytes)
+        self._missing = Counter(self._files.values())
         self._waiting: dict[str, dict[str, Tensor]] = {}
+        self._weight_map: dict[str, str] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Copies a tensor to host memory, and writes its file if all tensors of the file have been added.
@@ -130,10 +148,13 @@ class WeightsWriter:
         Raises:
             OSError: The file could not be written.
         """
-        file = self._files[name]
-        waiting = self._waiting.setdefault(file, {})
-        waiting[_file_key(name)] = tensor.detach().to("cpu", copy=True).contiguous()
-        if len(waiting) == sum(other == file for other in self._files.values()):
+        file, key = self._files[name], _file_key(name)
+        copied = tensor.detach().to("cpu", copy=True).contiguous()
+        stored = self._experts.stored(key, copied) if self._experts else {key: copied}
+        self._waiting.setdefault(file, {}).update(stored)
+        self._weight_map |= dict.fromkeys(stored, file)
+        self._missing[file] -= 1
+        if not self._missing[file]:
             try:
                 save_file(self._waiting.pop(file), self._directory / file, metadata={"format": "pt"})
             except SafetensorError as error:
@@ -146,13 +167,18 @@ class WeightsWriter:
             OSError: The index could not be written.
         """
         assert not self._waiting, "every tensor was added"
-        weight_map = {_file_key(name): file for name, file in self._files.items() if file != VALUE_HEAD_FILE}
+        weight_map = {key: file for key, file in self._weight_map.items() if file != VALUE_HEAD_FILE}
         if set(weight_map.values()) != {WHOLE_FILE}:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self._directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def write_weights(directory: Path, sizes: Mapping[str, int], gathered: Iterable[tuple[str, Tensor]]) -> str:
+def write_weights(
+    directory: Path,
+    sizes: Mapping[str, int],
+    gathered: Iterable[tuple[str, Tensor]],
+    experts: ExpertNames | None = None,
+) -> str:
     """Writes whole tensors as the safetensors files of a Hugging Face directory; returns one sha256 (hex) over all,
     as `services.models.export.tensors_sha256`.
 
@@ -160,11 +186,12 @@ def write_weights(directory: Path, sizes: Mapping[str, int], gathered: Iterable[
         directory: Existing directory.
         sizes: Bytes of every tensor, by its name in the model.
         gathered: Name and whole tensor of each, in the order of `sizes`.
+        experts: Names in files of the experts of a mixture of experts. Default: the model is none.
 
     Raises:
         OSError: A file could not be written.
     """
-    writer = WeightsWriter(directory, sizes, MAX_FILE_BYTES)
+    writer = WeightsWriter(directory, sizes, MAX_FILE_BYTES, experts)
 
     def written() -> Iterator[tuple[str, Tensor]]:
         for name, whole in gathered:

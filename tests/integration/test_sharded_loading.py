@@ -1,5 +1,6 @@
 """Ranks that read their parts of a model from files have the bits of those that were given the whole."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,19 @@ from transformers import (
     LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from integration.ranks import launch
 from services.models.export import write_model
 from services.models.value_model import ValueModel
-from services.models.weights import INDEX_FILE, WHOLE_FILE
+from services.models.weights import INDEX_FILE
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +46,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.25,
     "pad_token_id": 0,
 }
+EXPERTS: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 QWEN2 = Qwen2Config(**SIZES, tie_word_embeddings=True)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=8)),
@@ -48,6 +54,10 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "reward": lambda: LlamaForSequenceClassification(LlamaConfig(**{**SIZES, "num_labels": 1}, head_dim=8)),
     "mixtral": lambda: MixtralForCausalLM(
         MixtralConfig(**{**SIZES, "intermediate_size": 48}, num_local_experts=3)
+    ),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2)),
+    "olmoe": lambda: OlmoeForCausalLM(
+        OlmoeConfig(**{**SIZES, "intermediate_size": 24}, num_experts=3, num_experts_per_tok=2)
     ),
 }
 CASES = {
@@ -59,7 +69,10 @@ CASES = {
     "stored value head": ("value", "critic", "float32"),
     "new score": ("score", "llama", "float32"),
     "stored score": ("score", "reward", "float32"),
-    "converted": ("policy", "mixtral", "float32"),
+    "experts": ("policy", "mixtral", "float32"),
+    "experts, bfloat16": ("policy", "qwen3_moe", "bfloat16"),
+    "experts, new value head": ("value", "qwen3_moe", "float32"),
+    "converted": ("policy", "olmoe", "float32"),
 }
 
 
@@ -94,6 +107,18 @@ def run(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(out, launch("integration.sharded_loading_main", 2, out, cases, deadline_s=DEADLINE_S))
 
 
+def stored_names(directory: Path) -> set[str]:
+    """Returns the names of the tensors in all weight files of a directory, which an index has to list, if there is
+    one."""
+    found: set[str] = set()
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= set(file.keys())
+    if (directory / INDEX_FILE).is_file():
+        assert json.loads((directory / INDEX_FILE).read_text())["weight_map"].keys() == found
+    return found
+
+
 @pytest.mark.parametrize("what", ["weights", "step", "export"])
 def test_ranks_have_the_bits_of_those_that_were_given_the_whole_model(run: Run, what: str):
     found = {(name, rank): report[name][what] for rank, report in enumerate(run.reports) for name in CASES}
@@ -120,9 +145,11 @@ def test_transformers_loads_what_was_exported_in_several_files(run: Run):
 
 
 def test_a_mixture_of_experts_is_exported_as_its_family_stores_it(run: Run, models: Path):
-    keys = []
-    for directory in (models / "mixtral", run.directory / "converted" / "export"):
-        with safe_open(directory / WHOLE_FILE, framework="pt") as file:
-            keys.append(set(file.keys()))
-    assert keys[0] == keys[1]
-    assert any(".experts.2.w3." in key for key in keys[0])
+    for name, model, key in (
+        ("experts", "mixtral", ".experts.2.w3."),
+        ("experts, bfloat16", "qwen3_moe", ".experts.4.up_proj."),
+        ("converted", "olmoe", ".experts.2.up_proj."),
+    ):
+        keys = [stored_names(directory) for directory in (models / model, run.directory / name / "export")]
+        assert keys[0] == keys[1]
+        assert any(key in each for each in keys[0])
