@@ -9,8 +9,6 @@ figures run with three seeds, the others with one.
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -24,6 +22,7 @@ from benchmarks.ports import free_port
 from benchmarks.report import circumstances, json_option, write_json
 from controller import algorithms, job
 from controller.config.config import Config, load
+from controller.quickstart import build_quickstart
 from controller.training.algorithm import Algorithm
 
 ROOT = Path(__file__).parent.parent
@@ -112,8 +111,7 @@ def train(name: str, seed: int, steps: int | None) -> Outcome:
 def quickstart(algorithm: Algorithm, directory: Path, seed: int, steps: int | None) -> Config:
     """The algorithm's bundled configuration at free ports, its model and data built where they are missing."""
     config = load(QUICKSTARTS / f"{algorithm.quickstart}.toml")
-    build = [sys.executable, "-m", "deploy.quickstart.build", "--out", str(config.data.train.parent)]
-    subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
+    build_quickstart(config)
     services = {
         name: table.model_copy(update={"address": f"127.0.0.1:{free_port()}"})
         for name, table in config.services.items()

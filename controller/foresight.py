@@ -3,8 +3,11 @@ controller reads of models on the hub."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+from pathlib import Path
+from typing import Any
 
 from controller.config.config import Config
 from rlhf.errors import ConfigError
@@ -13,7 +16,7 @@ from settings.fit import check_model_fits
 from settings.generation import GeneratingTable
 from settings.hub import DESCRIPTION, fetch, hub_model
 from settings.memory.vllm_cache import check_vllm_cache
-from settings.model import ModelTable
+from settings.model import LoadedModelTable, ModelTable
 from settings.reward import RewardTable
 
 
@@ -75,14 +78,15 @@ def fetch_descriptions(config: Config) -> None:
 
 
 def check_models(config: Config) -> None:
-    """Checks that the models of all services can be divided over their meshes, and accept a prompt with a response of
-    maximum length, and that a reward function that returns what environments have given has an environment. Models
-    whose config.json this host cannot read pass.
+    """Checks that the models of all services can be divided over their meshes, accept a prompt with a response of
+    maximum length and have the tokenizer of the actor, and that a reward function that returns what environments have
+    given has an environment. Models whose files this host cannot read pass.
 
     Raises:
         ConfigError: The check of a model or a function failed; see `settings.fit.check_model_fits` and
             `settings.memory.vllm_cache.check_vllm_cache`.
     """
+    _check_tokenizers(config)
     for name, table in config.services.items():
         check_model_fits(name, table, config.rollout.max_response_tokens)
         check_vllm_cache(name, table, config.row_tokens)
@@ -95,6 +99,39 @@ def check_models(config: Config) -> None:
                 f"services.{name}.function: environment returns the reward that the environment of an episode has "
                 "given, and rollout.environment.factory names none"
             )
+
+
+def _check_tokenizers(config: Config) -> None:
+    """Raises ConfigError where the tokenizer of a model gives a token another id than that of an actor, whose token ids
+    the model reads. Services are asked for their vocabularies too when the run connects."""
+    models = {n: t.model_directory for n, t in config.services.items() if isinstance(t, LoadedModelTable)}
+    read = {path: _token_ids(path) for path in set(models.values()) if len(set(models.values())) > 1}
+    for actor in (name for name in models if config.services[name].role == "actor"):
+        for name, path in models.items():
+            own, expected = read.get(path), read.get(models[actor])
+            if not own or not expected or own == expected:
+                continue
+            token, _ = min(own.items() ^ expected.items())
+            raise ConfigError(
+                f"services.{name}.model: its tokenizer is not that of services.{actor}: token {token!r} is "
+                f"{own.get(token, 'none')} there, and {expected.get(token, 'none')} in {models[actor]}"
+            )
+
+
+def _token_ids(model: Path) -> dict[str, int]:
+    """Reads the id of each token from tokenizer.json and tokenizer_config.json of a model directory. Returns an empty
+    dictionary where one cannot be read."""
+    try:
+        tables: Any = json.loads((model / "tokenizer.json").read_text())
+        config: Any = json.loads((model / "tokenizer_config.json").read_text())
+        known = tables["model"]["vocab"]
+        # A Unigram model lists its tokens with scores, in the order of their ids.
+        ids = known if isinstance(known, dict) else {token: i for i, (token, _) in enumerate(known)}
+        added = {each["content"]: each["id"] for each in tables.get("added_tokens", ())}
+        named = {each["content"]: int(i) for i, each in config.get("added_tokens_decoder", {}).items()}
+        return {**ids, **added, **named}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
 
 
 def check_listening(config: Config) -> None:

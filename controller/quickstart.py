@@ -12,6 +12,8 @@ from rlhf.errors import ConfigError
 
 BUILD_S = 3600.0
 """Longest time, in seconds, that a build may take; on two cores it takes about a minute."""
+TEACHER = "teacher"
+"""Directory beside the data in which a build has its teacher."""
 BUILD_STOPS_S = 10.0
 """Longest time, in seconds, to wait for an interrupted build to end; then it is killed."""
 
@@ -33,12 +35,17 @@ def load_quickstart(name: str = "quickstart", settings: tuple[str, ...] = ()) ->
 
 
 def build_quickstart(config: Config) -> None:
-    """Builds the quickstart's model and data beside `data.train`, in a process of its own, unless they are there.
+    """Builds the quickstart's model and data beside `data.train`, in a process of its own, unless they are there; and a
+    teacher, where a service has a model in its directory there.
 
     Raises:
         ConfigError: The build failed, or did not end within `BUILD_S`.
     """
-    build_command = ["-m", "deploy.quickstart.build", "--out", str(config.data.train.parent)]
+    out = config.data.train.parent
+    models = [path for table in config.services.values() if (path := table.model_directory)]
+    build_command = ["-m", "deploy.quickstart.build", "--out", str(out)]
+    if any(path.is_relative_to(out / TEACHER) for path in models):
+        build_command.append("--teacher")
     # The build ends with this process, even where this one is killed.
     tied = [sys.executable, "-m", "deploy.with_parent", str(os.getpid())]
     command = [*tied, sys.executable, *build_command]

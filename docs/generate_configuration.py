@@ -97,6 +97,7 @@ def _algorithms() -> Iterator[str]:
         services = ", ".join(
             (service if service == role else f"{service} ({role})")
             + (f" where `{algorithm.only_for[service]}` is not 0" if service in algorithm.only_for else "")
+            + (" where there is one" if service in algorithm.optional else "")
             for service, role in (algorithm.services or {}).items()
         )
         defaults = ", ".join(f"`{key} = {_toml(value)}`" for key, value in algorithm.defaults.items())

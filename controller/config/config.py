@@ -117,6 +117,10 @@ class Config(Strict):
             for source in self.data.all_sources
         }
 
+    def has_reward(self, reward: str) -> bool:
+        """Returns whether there is a service of the algorithm's reward or cost `reward`; see `recipes`."""
+        return any(part in self.services for recipe in self.recipes(reward).values() for part in recipe)
+
     @property
     def rows_per_step(self) -> int:
         """Number of responses in the batch of one step."""

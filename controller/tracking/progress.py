@@ -151,6 +151,7 @@ def figures(metrics: Mapping[str, float], first: Mapping[str, float] | None = No
             f"held-out reward {_from('reward', figure_text)}{figure_text(value)}"
         ),
         "evaluation/loss": lambda value: f"held-out loss {value:.3f}",
+        "evaluation/reverse_kl": lambda value: f"held-out kl {figure_text(value)}",
         "time/tokens_per_s": lambda value: f"{value:,.0f} tokens/s",
     }
 

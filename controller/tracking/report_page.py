@@ -25,6 +25,7 @@ _CURVES = (
     ("Throughput", "time/tokens_per_s", "tokens per second"),
     ("Critic loss", "critic/loss", "value loss"),
     ("Held-out loss", "evaluation/loss", "nats per response token"),
+    ("Held-out KL to the teacher", "evaluation/reverse_kl", "KL, nats per token"),
     ("Reward model loss", "reward/loss", "loss per pair"),
     ("Training pairs in the right order", "reward/accuracy", "share of pairs"),
     ("Actor gradient norm", "actor/grad_norm", "norm before clipping"),

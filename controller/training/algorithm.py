@@ -62,6 +62,7 @@ class Algorithm:
         check: Function that takes the configuration and the options, and raises ConfigError where they are
             incompatible; None: no further check.
         only_for: Key of `[algorithm]` for each service that is needed only where that key is not 0, by its name.
+        optional: Names of those rewards that it uses only where the configuration has them.
     """
 
     function: Callable[..., Any]
@@ -75,6 +76,7 @@ class Algorithm:
     reads: frozenset[str] | None = None
     check: Callable[[Config, Any], None] | None = None
     only_for: Mapping[str, str] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -187,20 +189,22 @@ class Algorithm:
                 raise ConfigError(
                     f"services.{name}.role: {self.name} needs role {role} here, not {table.role}"
                 )
-        # Only responses that are scored are generated.
-        generated = needed if "reward" in needed.values() else ()
+        # Rows that have their responses already need none generated.
+        generated = () if self.columns else needed
         receivers = {config.generators[name] for name in generated if name in config.generators}
         receivers |= {config.valuers[name] for name in needed if name in config.valuers}
         return [name for name in config.services if name in {*needed, *hosts, *receivers}]
 
     def _of_use(self, services: Mapping[str, str], config: Config) -> dict[str, str]:
-        """Returns `services` without those that `only_for` ties to a key of `[algorithm]` whose value is 0."""
+        """Returns `services` without those that `only_for` ties to a key of `[algorithm]` whose value is 0, and without
+        optional ones that the configuration does not have."""
         given = config.algorithm.model_dump(exclude_unset=True)
         table = AlgorithmTable(**{**self.defaults, **given})
         return {
             name: role
             for name, role in services.items()
-            if name not in self.only_for or getattr(table, self.only_for[name])
+            if (name not in self.only_for or getattr(table, self.only_for[name]))
+            and (name not in self.optional or config.has_reward(name))
         }
 
     def _check(self, config: Config) -> None:
@@ -246,12 +250,14 @@ def algorithm(
     reads: Iterable[str] | None = None,
     check: Callable[[Config, Any], None] | None = None,
     only_for: Mapping[str, str] | None = None,
+    optional: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., None]], Algorithm]:
     """Decorator that makes an `Algorithm` of a function.
 
     Args:
         services: Names of the services that it needs, where each is named like its role; else roles by name.
-        options, defaults, compares_groups, quickstart, columns, trains, reads, check, only_for: As in `Algorithm`.
+        options, defaults, compares_groups, quickstart, columns, trains, reads, check, only_for, optional: As in
+            `Algorithm`.
     """
     roles = dict(services) if isinstance(services, Mapping) else {name: name for name in services}
 
@@ -269,6 +275,7 @@ def algorithm(
             keys,
             check,
             only_for or {},
+            optional,
         )
 
     return declare

@@ -207,7 +207,7 @@ class Run:
         """
         session, state = self._cluster.session, self._state
         state.kept.check_complete()
-        evaluation = evaluation or self._policy_evaluation()
+        evaluation = evaluation or self.policy_evaluation()
         if not state.step:
             metrics = self._evaluator.evaluate(session.newest, evaluation)
             self._cluster.end_step(session.newest)
@@ -227,7 +227,15 @@ class Run:
         """
         newest = self._cluster.session.newest
         newest.reached(AFTER_UPDATES)
-        return self._evaluator.evaluate(newest, evaluation or self._policy_evaluation(), batch_rows)
+        return self._evaluator.evaluate(newest, evaluation or self.policy_evaluation(), batch_rows)
+
+    def policy_evaluation(self) -> Evaluation:
+        """Returns the default `Evaluation`: the mean reward of greedy responses, which needs a service reward."""
+
+        def write(step: StepContext | None, samples: list[Sample]) -> None:
+            self.recorder.samples(self._cluster.session.step_of(step).number, samples)
+
+        return PolicyEvaluation(self.config, self.groups, self.actor(), self.reward, write).evaluation()
 
     def keep(self, name: str, state: S) -> S:
         """Registers a dataclass that the algorithm changes from step to step, and returns it. Call it before `steps`.
@@ -292,13 +300,6 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._resources.__exit__(kind, error, trace)
-
-    def _policy_evaluation(self) -> Evaluation:
-        def write_samples(step: StepContext | None, samples: list[Sample]) -> None:
-            self.recorder.samples(self._cluster.session.step_of(step).number, samples)
-
-        policy = PolicyEvaluation(self.config, self.groups, self.actor(), self.reward, write_samples)
-        return policy.evaluation()
 
 
 def _before_and_after(history: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -24,16 +24,22 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from deploy.quickstart import DATA, MANIFEST, Recipe, Row, is_complete, make_pairs, make_rows
+from deploy.quickstart import (
+    DATA,
+    MANIFEST,
+    TEACHER,
+    Recipe,
+    Row,
+    is_complete,
+    make_pairs,
+    make_rows,
+)
 
 MAX_LENGTH = 64
 # The vocabulary is the ASCII table, and its own control characters serve as the special tokens.
 PAD, BOS, EOS, UNK = "\x00", "\x02", "\x03", "\x1a"
 IGNORED_LABEL = -100
 
-# Small batches at a constant rate keep the weights noisy, so the model answers worse than it has understood.
-# PPO learns several times faster from there than from a smoothly trained model of the same accuracy.
-BATCH_SIZE = 8
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 20
 RECENT_STEPS = 80
@@ -111,7 +117,7 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor, reci
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
     recent: deque[float] = deque(maxlen=RECENT_STEPS)
     for step in range(1, recipe.max_steps + 1):
-        rows = torch.randint(len(ids), (BATCH_SIZE,), generator=generator)
+        rows = torch.randint(len(ids), (recipe.batch_size,), generator=generator)
         logits = model(input_ids=ids[rows]).logits
         loss = F.cross_entropy(
             logits[:, :-1].flatten(0, 1), labels[rows, 1:].flatten(), ignore_index=IGNORED_LABEL
@@ -193,7 +199,10 @@ def build(out: Path, recipe: Recipe) -> None:
 @click.option("--threads", default=Recipe.threads, help="CPU threads; they decide the bits.")
 @click.option("--target-accuracy", default=Recipe.target_accuracy, help="Where supervised training stops.")
 @click.option("--max-steps", default=Recipe.max_steps, help="Bound on supervised training.")
-def main(out: Path, seed: int, threads: int, target_accuracy: float, max_steps: int) -> None:
+@click.option("--teacher", is_flag=True, help="Also build a teacher for distillation, in OUT/teacher.")
+def main(
+    out: Path, seed: int, threads: int, target_accuracy: float, max_steps: int, *, teacher: bool
+) -> None:
     """Build the data, tokenizer and supervised model of the quickstart task."""
     # Ends as after Ctrl-C, so that nothing half done stays.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -201,6 +210,8 @@ def main(out: Path, seed: int, threads: int, target_accuracy: float, max_steps: 
     # Where DeepSpeed is installed, transformers imports it to save a model; without this it warns that it sees no GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     build(out, Recipe(seed, threads, target_accuracy, max_steps))
+    if teacher:
+        build(out / "teacher", replace(TEACHER, seed=seed, threads=threads))
 
 
 if __name__ == "__main__":

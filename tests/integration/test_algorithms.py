@@ -78,7 +78,7 @@ def test_an_algorithm_learns_and_tells_of_it(cluster: Cluster, tmp_path: Path, n
 
 
 def test_every_algorithm_of_the_package_is_tried() -> None:
-    assert set(algorithms.names()) == EXPECTED.keys() - {EXAMPLE} | {"dpo", "sft", "reward_model"}
+    assert set(algorithms.names()) == EXPECTED.keys() - {EXAMPLE} | {"distill", "dpo", "sft", "reward_model"}
 
 
 def test_the_config_that_a_run_leaves_has_its_services_and_options_only(

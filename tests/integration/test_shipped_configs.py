@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from controller.config.config import load
+from deploy.quickstart import Recipe
+from deploy.quickstart.build import build
 from integration.conftest import Task
 from integration.harness import ROOT, Processes, free_ports
 
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.timeout(400)
 EXECUTED = {
     "deploy/quickstart/quickstart.toml": "ppo",
     "deploy/quickstart/disaggregated.toml": "ppo",
+    "deploy/quickstart/distill.toml": "distill",
     "deploy/quickstart/engines.toml": "ppo",
     "deploy/quickstart/groups.toml": "grpo",
     "deploy/quickstart/hybrid.toml": "ppo",
@@ -73,6 +76,8 @@ def test_a_shipped_config_trains(path: str, task: Task, tmp_path: Path, processe
     """One step with fewer rows, at free addresses, on the quickstart's data and a model of its size."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "arithmetic").symlink_to(task.directory)
+    if EXECUTED[path] == "distill":
+        build(task.directory / "teacher", Recipe(max_steps=20))
     services = load(ROOT / path).services
     samples = load(ROOT / path).rollout.samples_per_prompt
     settings = (

@@ -22,8 +22,8 @@ from rlhf.errors import ConfigError
 from settings.strict import Strict
 
 QUICKSTARTS = Path(__file__).parent.parent.parent / "deploy" / "quickstart"
-ALL = ("cispo", "dapo", "dpo", "dr_grpo", "grpo", "gspo", "ppo", "reinforce_pp", "remax", "reward_model", "rloo",
-       "safe_rlhf", "sft")  # fmt: skip
+ALL = ("cispo", "dapo", "distill", "dpo", "dr_grpo", "grpo", "gspo", "ppo", "reinforce_pp", "remax", "reward_model",
+       "rloo", "safe_rlhf", "sft")  # fmt: skip
 
 
 class StrengthOptions(Strict):

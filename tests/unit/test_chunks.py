@@ -222,6 +222,7 @@ ADAPTIVE = ("algorithm.kl_target=0.1", "algorithm.kl_horizon=100")
         ("cispo", (BY_ROWS,)),
         ("rloo", (BY_ROWS, *ADAPTIVE)),
         ("remax", (BY_ROWS, *ADAPTIVE)),
+        ("distill", (BY_ROWS, "algorithm.options={discount=0.5,reward_coefficient=0.5}")),
     ],
 )
 def test_chunks_change_no_number(name: str, given: tuple[str, ...], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,3 +69,34 @@ def test_models_on_the_hub_are_described_here_where_that_is_possible(
     foresight.fetch_descriptions(on_hub)
     assert asked == [("owner/tiny@v1", "services.actor.model", 7.0, DESCRIPTION)]
     assert [record.getMessage() for record in caplog.records] == ["the hub cannot be reached"]
+
+
+def write_tokenizer(directory: Path, vocabulary: object, **added: int) -> Path:
+    directory.mkdir()
+    tokens = [{"content": token, "id": number} for token, number in added.items()]
+    tables = {"model": {"vocab": vocabulary}, "added_tokens": tokens}
+    (directory / "tokenizer.json").write_text(json.dumps(tables))
+    (directory / "tokenizer_config.json").write_text("{}")
+    return directory
+
+
+def test_a_model_with_another_tokenizer_than_the_actor_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    actor = write_tokenizer(tmp_path / "actor", {"a": 0, "b": 1}, end=2)
+    same = write_tokenizer(tmp_path / "same", [["a", 0.0], ["b", -1.5], ["end", 0.0]])
+    more = write_tokenizer(tmp_path / "more", {"a": 0, "b": 1}, end=2, think=3)
+
+    def check(reference: Path) -> None:
+        models = {"actor": actor, "critic": tmp_path / "elsewhere", "reference": reference}
+        settings = (f"services.{name}.model='{path}'" for name, path in models.items())
+        foresight.check_models(load(QUICKSTART, tuple(settings)))
+
+    check(actor)
+    check(same)
+    with pytest.raises(
+        ConfigError,
+        match=r"^services\.reference\.model: its tokenizer is not that of services\.actor: token 'think' is 3 "
+        r"there, and none in \S+/actor$",
+    ):
+        check(more)

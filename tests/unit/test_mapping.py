@@ -87,7 +87,9 @@ def test_safe_rlhf_has_two_critics_and_a_cost() -> None:
     assert called(flow)[-3:] == ["critic.update_critic", "cost_critic.update_critic", "actor.update_actor"]
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "rloo", "reinforce_pp", "sft", "dpo", "reward_model"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dapo", "rloo", "reinforce_pp", "distill", "sft", "dpo", "reward_model"]
+)
 def test_other_algorithms_are_recorded(name: str) -> None:
     assert dataflow(name)[-1].kind == "training"
 

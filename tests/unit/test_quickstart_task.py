@@ -194,3 +194,34 @@ def test_a_build_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ConfigError, match=r"was not built within 0\.01 s"):
         controller_quickstart.build_quickstart(config)
     assert not (tmp_path / "task" / "train.jsonl").exists()
+
+
+def test_a_teacher_is_built_with_the_same_sums_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quickstart, "TEACHER", Recipe(max_steps=2, batch_size=3))
+    result = CliRunner().invoke(
+        quickstart.main, f"--out {tmp_path}/task --seed 7 --max-steps 2 --teacher".split()
+    )
+    assert result.exit_code == 0, result.output
+    task, teacher = tmp_path / "task", tmp_path / "task" / "teacher"
+    assert is_complete(teacher, Recipe(seed=7, max_steps=2, batch_size=3))
+    student_files, teacher_files = digests(task), digests(teacher)
+    assert teacher_files["heldout.jsonl"] == student_files["heldout.jsonl"]
+    assert teacher_files["model/model.safetensors"] != student_files["model/model.safetensors"]
+
+
+@pytest.mark.parametrize(("name", "is_built"), [("distill", True), ("quickstart", False)])
+def test_a_teacher_is_built_where_a_service_has_its_model(
+    name: str, is_built: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def refuse(command: list[str], **_: object) -> None:
+        commands.append(command)
+        raise OSError("not here")
+
+    monkeypatch.setattr(controller_quickstart.subprocess, "Popen", refuse)
+    with pytest.raises(OSError, match="not here"):
+        controller_quickstart.build_quickstart(controller_quickstart.load_quickstart(name))
+    assert ("--teacher" in commands[0]) == is_built

@@ -69,6 +69,25 @@ def test_the_dry_run_accepts_it_and_counts_its_steps(config: Path) -> None:
     assert "run.epochs 2: 2 steps of 128 prompts" in ran.stderr
 
 
+def test_the_dry_run_accepts_its_model_as_a_teacher(config: Path) -> None:
+    student = config.parent / "student"
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(student)
+    Qwen2Config(vocab_size=151936).save_pretrained(student)
+    settings = (f"services.actor.model='{student}'", "algorithm.kl_loss_coefficient=0")
+    command = [sys.executable, "-c", "from controller.cli import main; main()"]
+    given = [part for setting in settings for part in ("--set", setting)]
+    ran = subprocess.run(
+        [*command, "--algo", "distill", "--config", config, *given, "--dry-run"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "services.reference: reference, 8 ranks" in ran.stderr
+
+
 def predicted(config: Path, *settings: str) -> dict[str, int]:
     """Returns the GB of each GPU that are predicted for the actor, by stage; asserts that all fits into 80 GB."""
     changes = [text for setting in settings for text in ("--set", setting)]

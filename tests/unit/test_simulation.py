@@ -164,7 +164,7 @@ def test_the_same_seed_gives_the_same_trace(name: str, ahead: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", ["grpo", "dapo", "remax", "rloo", "reinforce_pp", "safe_rlhf", "dr_grpo", "gspo"]
+    "name", ["grpo", "dapo", "remax", "rloo", "reinforce_pp", "safe_rlhf", "dr_grpo", "gspo", "distill"]
 )
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_the_same_seed_gives_the_same_trace_of_any_algorithm(name: str, ahead: int) -> None:
