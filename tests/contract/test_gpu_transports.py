@@ -151,7 +151,9 @@ def test_a_reader_that_is_killed_leaves_nothing_on_the_gpu_of_its_source(transpo
 
 
 @BETWEEN_GPUS
-def test_a_reader_that_is_killed_between_transfers_leaves_no_session_behind(transport, other_peer, start_reader):
+def test_a_reader_that_is_killed_between_transfers_leaves_no_session_behind(
+    transport, other_peer, start_reader
+):
     before, batch = other_peer.ask("device_used")["bytes"], two_columns(other_peer)
     reader = start_reader(transport, batch, 60)
     assert reader.stdout is not None
