@@ -75,7 +75,8 @@ class GeneratingGroup(RoleGroup):
         return_text: bool = False,
     ) -> FutureBatch:
         """Generates one turn of episodes. Returns columns prompt_ids, response_ids, response_mask and rollout_log_probs
-        of the responses so far, turn, the text of the turn, and with `return_text` also response, the whole text.
+        of the responses so far, turn, the text of the turn, turn_end, why it ended, and with `return_text` also
+        response, the whole text.
 
         Args:
             rows: Rows with column "prompt", and after the first turn also "partial_ids", "partial_mask",
@@ -85,7 +86,7 @@ class GeneratingGroup(RoleGroup):
                 further turn is returned as it is.
             return_text: Whether to return the texts of responses.
         """
-        names = ["prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "turn"]
+        names = ["prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "turn", "turn_end"]
         return self.call(
             "generate_sequences",
             rows,

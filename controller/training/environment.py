@@ -52,6 +52,7 @@ class Episode:
         row: Texts of its row: prompt, ground_truth and metadata, a JSON object.
         environment: Object of the user; None before it is made.
         turns: Number of turns so far.
+        is_finished: Whether the last turn ended with an end-of-sequence token or a stop string.
         reward: Reward that the environment has given; None where it has none to give.
         error: Why a call of the environment failed, which has ended the episode; empty where none has.
         running: Resolved when a call that took too long returns from its thread; None where none has.
@@ -61,6 +62,7 @@ class Episode:
     row: Mapping[str, str]
     environment: Any = None
     turns: int = 0
+    is_finished: bool = False
     reward: float | None = None
     error: str = ""
     running: Future[Any] | None = None
