@@ -10,7 +10,7 @@ from controller.role_groups.chunks import made_of
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
-from controller.role_groups.verdicts import RewardCodec, all_scored, first_causes, miscounted
+from controller.role_groups.verdicts import RewardCodec, all_scored, first_causes, miscounted, token_counts
 from controller.role_groups.weights import sync_weights
 from rlhf.errors import InvalidRequest
 from rlhf.plugins import load_class
@@ -240,14 +240,17 @@ class RewardGroup(RoleGroup):
                 f"{self.name}.compute_reward needs columns {missing}; the batch has {sorted(batch.columns)}"
             )
         rows = batch.select([name for name in names if name in batch])
+        sampled = "rollout_log_probs" if "response_mask" in batch else "response_ids"
+        tokens = [batch[sampled]] if "response_ids" in batch else []
+        if self.wants_text and tokens:
+            rows = replace(rows, columns={**rows.columns, "response_tokens": made_of(tokens, token_counts)})
         made = self.call("compute_reward", rows, ("rewards", "reward_errors"))
         if "environment_error" in batch:
             both = [made["reward_errors"], batch["environment_error"]]
             made = replace(made, columns={**made.columns, "reward_errors": made_of(both, first_causes)})
-        if "response_ids" not in batch:
+        if not tokens:
             return made
-        tokens = batch["rollout_log_probs" if "response_mask" in batch else "response_ids"]
-        errors = made_of([made["rewards"], made["reward_errors"], tokens], miscounted)
+        errors = made_of([made["rewards"], made["reward_errors"], *tokens], miscounted)
         return replace(made, columns={**made.columns, "reward_errors": errors})
 
     def compare_pairs(self, pairs: FutureBatch, max_response_tokens: int) -> FutureBatch:
