@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from client.session import StepContext
 from controller.role_groups.chunks import made_of
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
 from controller.role_groups.verdicts import RewardCodec, all_scored, first_causes, miscounted, token_counts
-from controller.role_groups.weights import sync_weights
 from rlhf.errors import InvalidRequest
 from rlhf.plugins import load_class
 from rlhf.roles import find_role
@@ -101,18 +98,6 @@ class GeneratingGroup(RoleGroup):
 class ActorGroup(GeneratingGroup):
     """Role group of the actor: generates responses, computes log-probabilities and losses, and updates the policy."""
 
-    def sync_weights(
-        self, to: Sequence[GeneratingGroup], bucket_bytes: int = 0, step: StepContext | None = None
-    ) -> FutureBatch:
-        """Moves the policy's weights to rollout services, which generate with them from then on; see
-        `controller.role_groups.weights.sync_weights`. Returns no columns.
-
-        Raises (when resolved):
-            RlhfError: A rank of either side has failed. The receivers then have the weights from before, or, without a
-                second buffer, none to generate with.
-        """
-        return sync_weights(self, to, bucket_bytes, step)
-
     def compute_log_prob(self, batch: FutureBatch, temperature: float, max_drift: float = 0.0) -> FutureBatch:
         """Computes column log_probs: the log-probability of each response token under the current weights at
         `temperature`. Ranks keep the rows whose log-probabilities of rollout and training are more than `max_drift`
@@ -154,12 +139,12 @@ class ActorGroup(GeneratingGroup):
 
 
 class RolloutGroup(GeneratingGroup):
-    """Role group of a rollout service, which generates with weights that it gets by `ActorGroup.sync_weights`."""
+    """Role group of a rollout service, which generates with weights that it gets by `weights.sync_weights`."""
 
 
 class ValuesGroup(RoleGroup):
     """Role group of ranks that compute values: of a critic, or of a values service, which computes with weights that it
-    gets by `CriticGroup.sync_weights`."""
+    gets by `weights.sync_weights`."""
 
     def compute_values(self, batch: FutureBatch) -> FutureBatch:
         """Computes column `values`: for each response token, the value of the state before it."""
@@ -168,13 +153,6 @@ class ValuesGroup(RoleGroup):
 
 class CriticGroup(ValuesGroup):
     """Role group of a critic, a value model."""
-
-    def sync_weights(
-        self, to: Sequence[ValuesGroup], bucket_bytes: int = 0, step: StepContext | None = None
-    ) -> FutureBatch:
-        """Moves the critic's weights to values services, which compute with them from then on, as
-        `ActorGroup.sync_weights`. Returns no columns."""
-        return sync_weights(self, to, bucket_bytes, step)
 
     def update_critic(
         self, batch: FutureBatch, loss: critic_pb2.ValueLoss, schedule: actor_pb2.Schedule
