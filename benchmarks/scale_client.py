@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import grpc.aio
 import numpy as np
 
@@ -25,7 +26,7 @@ from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint, Shard
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES
-from rlhf.v1 import actor_pb2, common_pb2, worker_pb2
+from rlhf.v1 import actor_pb2, common_pb2, worker_pb2, worker_pb2_grpc
 
 TIMEOUT_S = 300.0
 ADVERTS = {"tcp": bytes(18)}
@@ -107,9 +108,12 @@ class RawStreams:
     """The messages of `NoOps` by gRPC alone: one stream per rank, a write and a read of each, all at the same time."""
 
     def __init__(self, port: int, mesh: tuple[int, int, int], ranks_per_host: int, rows: int) -> None:
-        cluster = connected("reward", port, mesh[0] * mesh[1] * mesh[2])
-        self._addresses = [client.address for client in cluster.group("reward").clients]
-        cluster.close()
+        # Without a cluster, whose event loop gRPC would have events for after it is closed.
+        with grpc.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
+            found = worker_pb2_grpc.WorkerServiceStub(channel).Describe(
+                worker_pb2.DescribeRequest(), timeout=TIMEOUT_S
+            )
+        self._addresses = [rank.endpoint.address for rank in found.ranks]
         call = common_pb2.Call(call_id="0" * 34, session="0" * 32, sequence=1, epoch=1)
         request = worker_pb2.SynchronizeRequest(call=call).SerializeToString()
         self._message = worker_pb2.DispatchRequest(

@@ -56,7 +56,7 @@ def evaluate(
     plan = Plan.of(Algorithm(evaluation, options=UnreadOptions, trains=actor), config)
     if point:
         plan = replace(plan, loads={actor: point.place_of(actor)})
-    with open_planned(plan, Progress(), launch=launch, take_over=take_over) as opened:
+    with open_planned(plan, Progress(has_steps=False), launch=launch, take_over=take_over) as opened:
         measured = evaluation(opened, samples, solved_at)
         opened.recorder.summary({"evaluated": str(directory), **measured})
         return FinishedRun(opened.directory, measured)

@@ -38,8 +38,9 @@ class HostPlan:
         Args:
             config: Configuration of the run.
             names: Names of the services to start, on whatever hosts; none of them is external.
-            given: Name of this host in the config. Default: the one that is this host's name or address. All ranks are
-                on this host where the config names no host for them, or one.
+            given: Name of this host in the config. Default: the one among the hosts of all services that is this host's
+                name or address, or where that is unclear the one among those of `names`. All ranks are on this host
+                where the config names no host for them, or one.
 
         Raises:
             ConfigError: No rank is on the host, or none of the hosts is this one, or several are; or there are several
@@ -50,22 +51,16 @@ class HostPlan:
             return _everything(config, names)
         by_service = rank_hosts(config)
         chosen = {name: by_service[name] for name in names}
-        hosts = list(dict.fromkeys(host for each in chosen.values() for host in each if host))
-        if given is None and len(hosts) < 2:
+        own = _own_host(config, by_service, chosen) if given is None else given
+        if given is None and not own:
             return _everything(config, names)
-        if given is None:
-            mine = [host for host in hosts if _is_here(host, config, chosen)]
-            if mine == hosts and not any(len(set(each)) > 1 for each in chosen.values()):
-                return _everything(config, names)
-            given = _only(mine, hosts)
-        if given not in hosts:
-            raise ConfigError(f"--host {given}: {_known(hosts)}")
+        hosts = _distinct(chosen)
+        if own not in hosts:
+            raise ConfigError(f"{'this host is' if given is None else '--host'} {own}: {_known(hosts)}")
         if len(hosts) > 1:
             _check_named(config, chosen, hosts)
-        here = {name: each for name, each in chosen.items() if given in each or not any(each)}
-        return HostPlan(
-            given, {name: each if any(each) else (given,) * len(each) for name, each in here.items()}
-        )
+        here = {name: each for name, each in chosen.items() if own in each or not any(each)}
+        return HostPlan(own, {name: each if any(each) else (own,) * len(each) for name, each in here.items()})
 
     @property
     def names(self) -> list[str]:
@@ -145,6 +140,25 @@ def check_stores(config: Config, plan: HostPlan, should_stop: Callable[[], bool]
 
 def _everything(config: Config, names: Sequence[str]) -> HostPlan:
     return HostPlan("", {name: ("",) * config.services[name].ranks for name in names})
+
+
+def _distinct(services: Mapping[str, tuple[str, ...]]) -> list[str]:
+    return list(dict.fromkeys(host for each in services.values() for host in each if host))
+
+
+def _own_host(
+    config: Config, services: Mapping[str, tuple[str, ...]], chosen: Mapping[str, tuple[str, ...]]
+) -> str:
+    """Returns the name of this host among those of all services, or where that is unclear among those of the chosen
+    ones, given the hosts of their ranks; empty where all their ranks are on this host. Raises ConfigError where it is
+    unclear among either."""
+    hosts = _distinct(services)
+    mine = [host for host in hosts if _is_here(host, config, services)]
+    if len(hosts) < 2 or (mine == hosts and not any(len(set(each)) > 1 for each in services.values())):
+        return ""
+    if len(mine) != 1 and services != chosen:
+        return _own_host(config, chosen, chosen)
+    return _only(mine, hosts)
 
 
 def _only(mine: Sequence[str], hosts: Sequence[str]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from rich.table import Table
 
 from controller.config.config import Config
@@ -50,7 +50,7 @@ def predict_memory(
     on_gpu = device_bytes is not None or GPU_DRIVER.exists()
     services, left_out = predict_services(config, names, lambda table: on_gpu and table.device != "cpu")
     if not on_gpu:
-        misfits = _host_misfits(config, services, ranks or {}, _available_bytes())
+        misfits = _host_misfits(config, services, ranks or {}, psutil.virtual_memory().available)
     else:
         on_devices = {name: service for name, service in services.items() if service.on_gpu}
         misfits = [] if device_bytes is None else _device_misfits(config, on_devices, device_bytes)
@@ -142,10 +142,3 @@ def _host_misfits(
         f"{available / GB:.2f} GB are available, {(needed - available) / GB:.2f} GB too little"
         f"{hint if may_use_gpus else ''}"
     ]
-
-
-def _available_bytes() -> int:
-    """Returns the available memory of this host, in bytes."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    assert found is not None, "Linux reports it"
-    return int(found[1]) * 1024

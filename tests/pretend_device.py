@@ -210,7 +210,12 @@ def _run(log: Log, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not is_ours:
         return result
     known = {id(x.host): x for x in on_device}  # an operator in place returns its argument
-    return tree_map_only(Tensor, lambda x: known[id(x)] if id(x) in known else OnDevice(x, log), result)
+    # A view is an inference tensor where what it views is one, also in inference mode.
+    is_inference = (
+        on_device[0].is_inference() if func.is_view and on_device else torch.is_inference_mode_enabled()
+    )
+    with torch.inference_mode(is_inference):
+        return tree_map_only(Tensor, lambda x: known[id(x)] if id(x) in known else OnDevice(x, log), result)
 
 
 def _host(x: OnDevice) -> Tensor:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +119,27 @@ def test_roles_do_not_import_each_other(role: str) -> None:
 def test_is_imported_where_torch_cannot_be(module: str) -> None:
     code = f"import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import {module}"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+
+
+COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_sets_the_verbosity_of_grpc_before_it_imports_it(command: str) -> None:
+    code = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        assert name != 'grpc' or 'GRPC_VERBOSITY' in os.environ\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        f"import {COMMANDS[command].partition(':')[0]}\n"
+        "assert 'grpc' in sys.modules"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment
+    )
     assert ran.returncode == 0, ran.stderr
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from client.session import StepContext
 from controller.role_groups.chunks import made_of
 from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
-from controller.role_groups.verdicts import RewardCodec, all_scored, first_causes, miscounted
-from controller.role_groups.weights import sync_weights
+from controller.role_groups.verdicts import RewardCodec, all_scored, first_causes, miscounted, token_counts
 from rlhf.errors import InvalidRequest
 from rlhf.plugins import load_class
 from rlhf.roles import find_role
@@ -75,7 +72,8 @@ class GeneratingGroup(RoleGroup):
         return_text: bool = False,
     ) -> FutureBatch:
         """Generates one turn of episodes. Returns columns prompt_ids, response_ids, response_mask and rollout_log_probs
-        of the responses so far, turn, the text of the turn, and with `return_text` also response, the whole text.
+        of the responses so far, turn, the text of the turn, turn_end, why it ended, and with `return_text` also
+        response, the whole text.
 
         Args:
             rows: Rows with column "prompt", and after the first turn also "partial_ids", "partial_mask",
@@ -85,7 +83,7 @@ class GeneratingGroup(RoleGroup):
                 further turn is returned as it is.
             return_text: Whether to return the texts of responses.
         """
-        names = ["prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "turn"]
+        names = ["prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "turn", "turn_end"]
         return self.call(
             "generate_sequences",
             rows,
@@ -99,18 +97,6 @@ class GeneratingGroup(RoleGroup):
 
 class ActorGroup(GeneratingGroup):
     """Role group of the actor: generates responses, computes log-probabilities and losses, and updates the policy."""
-
-    def sync_weights(
-        self, to: Sequence[GeneratingGroup], bucket_bytes: int = 0, step: StepContext | None = None
-    ) -> FutureBatch:
-        """Moves the policy's weights to rollout services, which generate with them from then on; see
-        `controller.role_groups.weights.sync_weights`. Returns no columns.
-
-        Raises (when resolved):
-            RlhfError: A rank of either side has failed. The receivers then have the weights from before, or, without a
-                second buffer, none to generate with.
-        """
-        return sync_weights(self, to, bucket_bytes, step)
 
     def compute_log_prob(self, batch: FutureBatch, temperature: float, max_drift: float = 0.0) -> FutureBatch:
         """Computes column log_probs: the log-probability of each response token under the current weights at
@@ -153,12 +139,12 @@ class ActorGroup(GeneratingGroup):
 
 
 class RolloutGroup(GeneratingGroup):
-    """Role group of a rollout service, which generates with weights that it gets by `ActorGroup.sync_weights`."""
+    """Role group of a rollout service, which generates with weights that it gets by `weights.sync_weights`."""
 
 
 class ValuesGroup(RoleGroup):
     """Role group of ranks that compute values: of a critic, or of a values service, which computes with weights that it
-    gets by `CriticGroup.sync_weights`."""
+    gets by `weights.sync_weights`."""
 
     def compute_values(self, batch: FutureBatch) -> FutureBatch:
         """Computes column `values`: for each response token, the value of the state before it."""
@@ -167,13 +153,6 @@ class ValuesGroup(RoleGroup):
 
 class CriticGroup(ValuesGroup):
     """Role group of a critic, a value model."""
-
-    def sync_weights(
-        self, to: Sequence[ValuesGroup], bucket_bytes: int = 0, step: StepContext | None = None
-    ) -> FutureBatch:
-        """Moves the critic's weights to values services, which compute with them from then on, as
-        `ActorGroup.sync_weights`. Returns no columns."""
-        return sync_weights(self, to, bucket_bytes, step)
 
     def update_critic(
         self, batch: FutureBatch, loss: critic_pb2.ValueLoss, schedule: actor_pb2.Schedule
@@ -239,14 +218,17 @@ class RewardGroup(RoleGroup):
                 f"{self.name}.compute_reward needs columns {missing}; the batch has {sorted(batch.columns)}"
             )
         rows = batch.select([name for name in names if name in batch])
+        sampled = "rollout_log_probs" if "response_mask" in batch else "response_ids"
+        tokens = [batch[sampled]] if "response_ids" in batch else []
+        if self.wants_text and tokens:
+            rows = replace(rows, columns={**rows.columns, "response_tokens": made_of(tokens, token_counts)})
         made = self.call("compute_reward", rows, ("rewards", "reward_errors"))
         if "environment_error" in batch:
             both = [made["reward_errors"], batch["environment_error"]]
             made = replace(made, columns={**made.columns, "reward_errors": made_of(both, first_causes)})
-        if "response_ids" not in batch:
+        if not tokens:
             return made
-        tokens = batch["rollout_log_probs" if "response_mask" in batch else "response_ids"]
-        errors = made_of([made["rewards"], made["reward_errors"], tokens], miscounted)
+        errors = made_of([made["rewards"], made["reward_errors"], *tokens], miscounted)
         return replace(made, columns={**made.columns, "reward_errors": errors})
 
     def compare_pairs(self, pairs: FutureBatch, max_response_tokens: int) -> FutureBatch:

@@ -18,6 +18,8 @@ from rlhf.errors import InvalidRequest, RewardFailed
 from rlhf.v1 import common_pb2, reward_pb2
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+NUMBERS = ("group", "response_tokens")
+"""Columns of a TextRow that are numbers; the others are texts."""
 MIXED = "some rows have one score and others a score per token"
 
 
@@ -99,7 +101,7 @@ def text_rows(part: Batch) -> list[reward_pb2.TextRow]:
     """
     local = {name: column for name, column in part.columns.items() if isinstance(column, LocalColumn)}
     columns: dict[str, list[Any]] = {
-        name: np.asarray(column.values).astype(np.uint64).tolist() if name == "group" else column.texts
+        name: np.asarray(column.values).astype(np.uint64).tolist() if name in NUMBERS else column.texts
         for name, column in local.items()
     }
     if "metadata" in columns:
@@ -157,6 +159,15 @@ def first_causes(columns: Sequence[Column]) -> Column:
     assert isinstance(errors, LocalColumn), "verdicts are in the response itself"
     assert isinstance(causes, LocalColumn), "the controller plays the episodes"
     return LocalColumn([cause or error for error, cause in zip(errors.texts, causes.texts, strict=True)])
+
+
+def token_counts(columns: Sequence[Column]) -> Column:
+    """Returns column response_tokens, the number of tokens of each response that the policy sampled.
+
+    Args:
+        columns: A column with a value per such token.
+    """
+    return LocalColumn(lengths_of(columns[0]))
 
 
 def miscounted(columns: Sequence[Column]) -> Column:

@@ -24,6 +24,7 @@ class Status:
     """Status of the run, which the display shows."""
 
     total_steps: int = 0
+    """Number of steps of the run; 0 for an evaluation, which has none."""
     step: int = 0
     """Number of steps done."""
     elapsed_s: float = 0.0
@@ -54,16 +55,18 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         *,
         is_live: bool = True,
+        has_steps: bool = True,
     ) -> None:
         """
         Args:
             console: Console to write to. Default: standard output.
             clock: Function that returns a time in seconds, which the remaining time is estimated from.
             is_live: Whether to show a live display on a terminal. False: plain lines there too.
+            has_steps: Whether the number of the step is shown. False: for an evaluation, which has no steps.
         """
         # By default, rich takes a pipe with FORCE_COLOR for a terminal, and writes HTML to a notebook.
         self._console = console or Console(force_terminal=sys.stdout.isatty(), force_jupyter=False)
-        self._clock = clock
+        self._clock, self._has_steps = clock, has_steps
         self._lock = threading.Lock()
         self._status = Status()
         self._began_s = clock()
@@ -86,7 +89,7 @@ class Progress:
     def begin(self, total_steps: int, done: int = 0) -> None:
         """Records that the run starts now, with `total_steps` steps, of which `done` are done already."""
         with self._lock:
-            self._status.total_steps = total_steps
+            self._status.total_steps = total_steps if self._has_steps else 0
             self._status.step = self._status.first_step = done
             self._began_s = self._clock()
 
@@ -127,8 +130,10 @@ class Progress:
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    """Returns a plain line of text for a step: its number, the metrics of `figures` that it has, and its duration."""
-    parts = [f"step {step}/{total_steps}", *figures(metrics)]
+    """Returns a plain line of text for a step: its number, unless `total_steps` is 0, the metrics of `figures` that it
+    has, and its duration."""
+    parts = [f"step {step}/{total_steps}"] if total_steps else []
+    parts += figures(metrics)
     if "time/step_s" in metrics:
         parts.append(f"{metrics['time/step_s']:.2f} s")
     return "  ".join(parts)
@@ -163,7 +168,8 @@ def figures(metrics: Mapping[str, float], first: Mapping[str, float] | None = No
 
 
 def display(status: Status) -> RenderableType:
-    """Makes the live display: a progress bar over the steps, then main metrics, running calls and memory."""
+    """Makes the live display: a progress bar over the steps, if there are any, or the time alone; then main metrics,
+    running calls and memory."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim")
     rows.add_column()
@@ -178,6 +184,9 @@ def display(status: Status) -> RenderableType:
 
 def _bar(status: Status) -> Table:
     bar = Table.grid(padding=(0, 2))
+    if not status.total_steps:
+        bar.add_row(Text(_times(status), style="dim"))
+        return bar
     bar.add_row(
         Text(f"step {status.step}/{status.total_steps}", style="bold"),
         ProgressBar(total=max(1, status.total_steps), completed=status.step, width=32),

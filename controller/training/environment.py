@@ -9,6 +9,7 @@ import logging
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -31,7 +32,16 @@ T = TypeVar("T")
 
 
 class EnvironmentFailed(Exception):
-    """A call of an environment failed or took too long. The text is one line."""
+    """A call of an environment failed or took too long.
+
+    Args:
+        message: The text, one line.
+        running: Resolved when a call that took too long returns from its thread. Default: it runs on none.
+    """
+
+    def __init__(self, message: str, running: Future[Any] | None = None) -> None:
+        super().__init__(message)
+        self.running = running
 
 
 @dataclass(eq=False)
@@ -42,16 +52,20 @@ class Episode:
         row: Texts of its row: prompt, ground_truth and metadata, a JSON object.
         environment: Object of the user; None before it is made.
         turns: Number of turns so far.
+        is_finished: Whether the last turn ended with an end-of-sequence token or a stop string.
         reward: Reward that the environment has given; None where it has none to give.
         error: Why a call of the environment failed, which has ended the episode; empty where none has.
+        running: Resolved when a call that took too long returns from its thread; None where none has.
         is_closed: Whether the environment's method `close` was called.
     """
 
     row: Mapping[str, str]
     environment: Any = None
     turns: int = 0
+    is_finished: bool = False
     reward: float | None = None
     error: str = ""
+    running: Future[Any] | None = None
     is_closed: bool = False
 
 
@@ -102,7 +116,12 @@ class EnvironmentCaller:
         async def make(episode: Episode) -> None:
             row = {**episode.row, "metadata": json.loads(episode.row.get("metadata") or "{}")}
             work = partial(self._factory, **row, **self._table.options)
-            episode.environment = await self._call(work, "", late=_close)
+            try:
+                episode.environment = await self._call(work, "")
+            except EnvironmentFailed as failed:
+                if failed.running:
+                    then(failed.running, _close)
+                raise
 
         self._each(make, episodes)
 
@@ -131,14 +150,17 @@ class EnvironmentCaller:
         self.end(episodes)
 
     def end(self, episodes: Sequence[Episode]) -> None:
-        """Closes the environments with a method `close` that are not closed."""
+        """Closes the environments with a method `close` that are not closed. Where a call that took too long still
+        runs, waits for it first, but no longer than `timeout_s`."""
+        unclosed = [episode for episode in episodes if not episode.is_closed]
+        wait([episode.running for episode in unclosed if episode.running], self._table.timeout_s)
 
         async def close(episode: Episode) -> None:
             episode.is_closed = True
             if hasattr(episode.environment, "close"):
                 await self._call(episode.environment.close, "close")
 
-        self._each(close, [episode for episode in episodes if not episode.is_closed], failed=True)
+        self._each(close, unclosed, failed=True)
 
     def close(self) -> None:
         """Ends the event loop. Calls that are under way on threads are left to end by themselves."""
@@ -180,6 +202,8 @@ class EnvironmentCaller:
         errors = [(episode, error) for episode, error in zip(asked, ended, strict=True) if error]
         for episode, error in errors:
             episode.error = episode.error or f"environment {table.factory}: {error}"
+            if isinstance(error, EnvironmentFailed):
+                episode.running = error.running
         if errors:
             episode, error = errors[0]
             cause = error.__cause__ or error
@@ -192,25 +216,24 @@ class EnvironmentCaller:
                 "".join(traceback.format_exception(cause)),
             )
 
-    async def _call(
-        self, work: partial | Callable[[], Any], name: str, late: Callable[[Any], None] | None = None
-    ) -> Any:
+    async def _call(self, work: partial | Callable[[], Any], name: str) -> Any:
         """Coroutine that calls a function of the user, on a thread unless it is a coroutine function.
 
         Args:
             work: The function.
             name: Its name, for messages.
-            late: Called on the thread with a result that comes after the timeout. Default: nothing is.
 
         Raises:
             EnvironmentFailed: It raised an exception, or did not return in time.
         """
         named, timeout_s = f"{name}: " if name else "", self._table.timeout_s
-        task = asyncio.ensure_future(_run(work, late))
+        function = work.func if isinstance(work, partial) else work
+        running = None if asyncio.iscoroutinefunction(function) else _on_thread(work)
+        task = asyncio.ensure_future(_result(running or work()))
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
         if not done:
             task.cancel()
-            raise EnvironmentFailed(f"{named}no answer within timeout_s, {timeout_s:g}")
+            raise EnvironmentFailed(f"{named}no answer within timeout_s, {timeout_s:g}", running)
         if task.cancelled():
             raise EnvironmentFailed(f"{named}was cancelled")
         if error := task.exception():
@@ -219,19 +242,18 @@ class EnvironmentCaller:
         return task.result()
 
 
-async def _run(work: Callable[[], Any], late: Callable[[Any], None] | None = None) -> Any:
-    function = work.func if isinstance(work, partial) else work
+def _on_thread(work: Callable[[], T]) -> Future[T]:
+    """Calls a function on a thread; returns a future of its result, which cannot be cancelled, since the thread
+    continues after a timeout."""
+    ended: Promise[T] = Promise()
+    pass_on(on_thread(partial(_without_stop, work), "environment"), ended)
+    return ended
+
+
+async def _result(called: Future[Any] | Awaitable[Any]) -> Any:
+    """Coroutine that returns what a call returns; awaits that too where it is awaitable."""
     try:
-        if asyncio.iscoroutinefunction(function):
-            return await work()
-        ended: Promise[Any] = Promise()  # which cannot be cancelled: the thread continues after a timeout
-        pass_on(on_thread(partial(_without_stop, work), "environment"), ended)
-        try:
-            made = await asyncio.wrap_future(ended)
-        except asyncio.CancelledError:
-            if late:
-                then(ended, late)
-            raise
+        made = await (asyncio.wrap_future(called) if isinstance(called, Future) else called)
         return await made if isinstance(made, Awaitable) else made
     except SystemExit as error:  # which would end the event loop
         raise RuntimeError(f"called sys.exit({error.code})") from error

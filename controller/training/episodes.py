@@ -19,7 +19,7 @@ from controller.data.prompt_form import NoTemplate
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.training.columns import count_tokens, texts_of
 from controller.training.environment import Answer, EnvironmentCaller, Episode, environment_factory
-from nccl_transfer.refs.batch import Batch, LocalColumn, lengths_of
+from nccl_transfer.refs.batch import Batch, LocalColumn
 from rlhf.errors import ConfigError, DeadlineExceeded, InvalidRequest
 
 PARTIAL = {
@@ -28,9 +28,11 @@ PARTIAL = {
     "rollout_log_probs": "partial_log_probs",
 }
 """Columns that a turn makes, by the names under which the next one is given them."""
-ERRORS, TURNS, REWARD = "environment_error", "episode_turns", "environment_reward"
-"""Columns of episodes: why each failed, and its number of turns; and the field of their metadata with the reward that
-the environment gave."""
+ERRORS, TURNS, FINISHED = "environment_error", "episode_turns", "episode_finished"
+"""Columns of episodes: why each failed, its number of turns, and 1 where its last turn ended with an end-of-sequence
+token or a stop string, else 0."""
+REWARD = "environment_reward"
+"""Field of their metadata with the reward that the environment gave."""
 TEXTS = ("prompt", "ground_truth", "metadata")
 MAX_OBSERVATION = 262_144
 """Most characters of an observation; a service tokenizes no longer texts."""
@@ -64,13 +66,13 @@ class EpisodePlayer:
         return cls(config, caller)
 
     def play(self, prompts: FutureBatch, generate: Generate) -> FutureBatch:
-        """Returns the columns that `generate` makes, of whole episodes, and columns `ERRORS`, `TURNS` and metadata.
-        Waits until all episodes have ended.
+        """Returns the columns that `generate` makes, of whole episodes, and columns `ERRORS`, `TURNS`, `FINISHED` and
+        metadata. Waits until all episodes have ended.
 
         Args:
             prompts: Rows with column prompt.
             generate: Generates one turn of rows with column prompt, after the first turn also columns `PARTIAL` and
-                observation. Makes columns `PARTIAL` and turn, the text.
+                observation. Makes columns `PARTIAL`, turn, the text, and turn_end, why it ended.
 
         Raises:
             RlhfError: A call of the service failed, or there is no chat template for messages.
@@ -89,7 +91,7 @@ class EpisodePlayer:
     def _played(self, prompts: FutureBatch, episodes: list[Episode], generate: Generate) -> FutureBatch:
         """As `play`; leaves environments open where it fails."""
         seconds = 0.0
-        active, rows, before = np.arange(prompts.rows), prompts.select(["prompt"]), np.zeros(prompts.rows)
+        active, rows = np.arange(prompts.rows), prompts.select(["prompt"])
         parts: list[FutureBatch] = []
         order: list[np.ndarray] = []
         calls: list[Future[CallRecord]] = []
@@ -97,22 +99,20 @@ class EpisodePlayer:
         for turn in range(self._table.turns):
             made = generate(rows)
             calls += made.calls
-            found = made.of_step(None)
-            lengths = lengths_of(found.result(["response_ids"])["response_ids"])
-            said = texts_of(found, "turn")
-            observations, took = self._answers([episodes[row] for row in active], said, lengths > before)
+            said, ends = (texts_of(made.of_step(None), name) for name in ("turn", "turn_end"))
+            observations, took = self._answers([episodes[row] for row in active], said, ends)
             seconds += took
             is_last = turn + 1 == self._table.turns
             goes_on = np.asarray([text is not None and not is_last for text in observations])
             going, ended = np.flatnonzero(goes_on), np.flatnonzero(~goes_on)
             if len(ended):
-                parts.append(made.take(ended).drop("turn"))
+                parts.append(made.take(ended).drop("turn", "turn_end"))
                 order.append(active[ended])
             if not len(going):
                 break
             begun = made.select(PARTIAL).rename(**PARTIAL).take(going)
             answered = FutureBatch.of(observation=[observations[row] or "" for row in going])
-            active, before = active[going], lengths[going]
+            active = active[going]
             rows = prompts.take(active).select(["prompt"]) | begun | answered
         seconds += _timed(lambda: self._caller.finish(episodes))
         if prompts.step:
@@ -122,11 +122,16 @@ class EpisodePlayer:
         return whole | _outcomes(episodes)
 
     def _answers(
-        self, episodes: Sequence[Episode], said: Sequence[str], has_room: np.ndarray
+        self, episodes: Sequence[Episode], said: Sequence[str], ends: Sequence[str]
     ) -> tuple[list[str | None], float]:
         """Returns the observation that follows each turn, None for an episode that has ended, and the time that the
-        environments took, in seconds. Episodes without room for a further turn [rows] bool have ended before it."""
-        playing = [row for row, has_any in enumerate(has_room.tolist()) if has_any]
+        environments took, in seconds. Episodes without a turn have ended before it."""
+        playing = [row for row, end in enumerate(ends) if end in ("stop", "length")]
+        for row in playing:
+            episodes[row].is_finished = ends[row] == "stop"
+        for episode, end in zip(episodes, ends, strict=True):
+            if end not in ("stop", "length", ""):
+                self._fail(episode, end)
         started = time.monotonic()
         answers = self._caller.step([episodes[row] for row in playing], [said[row] for row in playing])
         seconds = time.monotonic() - started
@@ -137,9 +142,13 @@ class EpisodePlayer:
             except NoTemplate:
                 raise
             except ConfigError as error:  # which these messages may have caused alone
-                episodes[row].error = f"environment {self._table.factory}: step: {error}"
-                logging.warning("an episode has failed: %s", episodes[row].error)
+                self._fail(episodes[row], str(error))
         return observations, seconds
+
+    def _fail(self, episode: Episode, cause: str) -> None:
+        """Ends an episode whose environment returned what cannot be added to the response."""
+        episode.error = f"environment {self._table.factory}: step: {cause}"
+        logging.warning("an episode has failed: %s", episode.error)
 
     def _rendered(self, answer: Answer) -> str | None:
         """Returns the text that an answer adds to the response. Raises ConfigError where it cannot be rendered, and
@@ -160,26 +169,30 @@ class EpisodePlayer:
 
 
 def episode_metrics(batch: Batch) -> dict[str, float]:
-    """Returns the metrics of the episodes of a step: `episode/turns_mean`, `episode/failed`, the share of those whose
-    environment has failed, and `episode/sampled_mean`, the number of tokens that the policy sampled; empty where rows
-    are no episodes."""
+    """Returns the metrics of the episodes of a step, empty where rows are no episodes: `episode/turns_mean`;
+    `episode/finished`, the share of those whose last turn ended with an end-of-sequence token or a stop string;
+    `episode/failed`, the share of those whose environment has failed; and `episode/sampled_mean`, the number of tokens
+    that the policy sampled."""
     if TURNS not in batch.columns or not batch.rows:
         return {}
-    turns, errors = batch[TURNS], batch[ERRORS]
+    turns, finished, errors = (batch[name] for name in (TURNS, FINISHED, ERRORS))
     assert isinstance(turns, LocalColumn), "the controller plays the episodes"
+    assert isinstance(finished, LocalColumn), "the controller plays the episodes"
     assert isinstance(errors, LocalColumn), "the controller plays the episodes"
     return {
         "episode/turns_mean": float(np.mean(np.asarray(turns.values))),
+        "episode/finished": float(np.mean(np.asarray(finished.values))),
         "episode/failed": sum(map(bool, errors.texts)) / batch.rows,
         "episode/sampled_mean": count_tokens(batch, "rollout_log_probs") / batch.rows,
     }
 
 
 def _outcomes(episodes: Sequence[Episode]) -> FutureBatch:
-    """Returns columns `ERRORS`, `TURNS` and metadata of episodes that have ended."""
+    """Returns columns `ERRORS`, `TURNS`, `FINISHED` and metadata of episodes that have ended."""
     return FutureBatch.of(
         **{ERRORS: [episode.error for episode in episodes]},
         **{TURNS: np.asarray([episode.turns for episode in episodes], np.float64)},
+        **{FINISHED: np.asarray([episode.is_finished for episode in episodes], np.float64)},
         metadata=[_with_reward(episode) for episode in episodes],
     )
 

@@ -131,8 +131,9 @@ class Actor(Rollout):
         self._receivers = [rollout] if rollout else []
 
     def sync_weights(self, to: Sequence[Rollout], bucket_bytes: int = 0) -> FutureBatch:
-        """Moves the policy's weights to rollout services, as `ActorGroup.sync_weights`. Returns no columns."""
-        return self._group.sync_weights([rollout.group for rollout in to], bucket_bytes)
+        """Moves the policy's weights to rollout services; see `controller.role_groups.weights.sync_weights`. Returns
+        no columns."""
+        return sync_weights(self._group, [rollout.group for rollout in to], bucket_bytes)
 
     def compute_log_prob(self, batch: FutureBatch) -> FutureBatch:
         """Returns column log_probs of the response tokens: recomputed by the training engine with the current

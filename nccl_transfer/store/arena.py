@@ -14,8 +14,9 @@ import secrets
 import struct
 import weakref
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Shard
@@ -212,7 +213,7 @@ class Arena:
 
 def _reserve(nbytes: int) -> int:
     """Creates a memfd of `nbytes` bytes of reserved memory and returns its descriptor. Raises OutOfSpace."""
-    available = _available_bytes()
+    available = psutil.virtual_memory().available
     if nbytes > available:
         raise OutOfSpace(
             f"an arena of {mib(nbytes)} does not fit into {mib(available)} of memory: lower arena_mb"
@@ -226,10 +227,3 @@ def _reserve(nbytes: int) -> int:
             f"no memory for an arena of {mib(nbytes)} ({error.strerror}): lower arena_mb"
         ) from error
     return fd
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OutOfSpace("/proc/meminfo does not say how much memory is available")

@@ -4,7 +4,7 @@ added."""
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -33,6 +33,8 @@ class Episodes:
         log_probs: Log-probability of each sampled token under the distribution that it was drawn from, float32.
         going: Indices of the rows that go on, ascending.
         begun: Tokens of each response before what this turn generates.
+        ends: Why each turn ended; empty for a response without room for a turn, or before it is generated; or why the
+            observation of the response cannot be added.
     """
 
     ids: list[list[int]]
@@ -40,31 +42,36 @@ class Episodes:
     log_probs: Jagged[Tensor]
     going: list[int]
     begun: list[int]
+    ends: list[str]
 
     @classmethod
     def first(cls, num_rows: int) -> Self:
         """Returns empty responses, which all go on."""
         nothing = jagged_ids([[] for _ in range(num_rows)], torch.float32)
         rows = range(num_rows)
-        return cls([[] for _ in rows], [[] for _ in rows], nothing, list(rows), [0] * num_rows)
+        return cls(
+            [[] for _ in rows], [[] for _ in rows], nothing, list(rows), [0] * num_rows, [""] * num_rows
+        )
 
     @classmethod
     def of(
         cls,
         rows: CallRows,
         observations: Sequence[list[int]],
+        faults: Sequence[str],
         eos_ids: Set[int],
         *,
         max_new_tokens: int,
         max_response_tokens: int,
     ) -> Self:
-        """Returns the responses in the columns COLUMNS of a call. Those that have room for their observation and
-        `max_new_tokens` further tokens within `max_response_tokens` have the observation added and go on; the others
-        stay as they are.
+        """Returns the responses in the columns COLUMNS of a call. Those whose observation can be added, and that have
+        room for it and `max_new_tokens` further tokens within `max_response_tokens`, have it added and go on; the
+        others stay as they are.
 
         Args:
             rows: Rows of the call.
             observations: Token ids of column "observation".
+            faults: Why each of them cannot be added; empty where it can.
             eos_ids: End-of-sequence tokens. One that ends a response and begins its observation is not added again.
 
         Raises:
@@ -78,12 +85,12 @@ class Episodes:
         ):
             if not np.array_equal(given, wanted):
                 raise InvalidRequest(f"column {name!r} does not fit 'partial_ids' and 'partial_mask'")
-        found = cls(_lists(ids), _lists(mask), log_probs, [], [])
+        found = cls(_lists(ids), _lists(mask), log_probs, [], [], list(faults))
         for row, observation in enumerate(observations):
             own = found.ids[row]
             repeats = bool(own) and own[-1] in eos_ids and observation[:1] == own[-1:]
             added = observation[repeats:]
-            if len(own) + len(added) + max_new_tokens <= max_response_tokens:
+            if not faults[row] and len(own) + len(added) + max_new_tokens <= max_response_tokens:
                 own += added
                 found.mask[row] += [False] * len(added)
                 found.going.append(row)
@@ -98,11 +105,12 @@ class Episodes:
 
     def extended(self, generation: Generation) -> Episodes:
         """Returns the responses with what was generated for those that go on."""
-        ids, mask = [*self.ids], [*self.mask]
-        for row, new in zip(self.going, _lists(generation.responses), strict=True):
-            ids[row], mask[row] = [*ids[row], *new], [*mask[row], *[True] * len(new)]
+        ids, mask, ends = [*self.ids], [*self.mask], [*self.ends]
+        generated = zip(self.going, _lists(generation.responses), generation.finish_reasons, strict=True)
+        for row, new, reason in generated:
+            ids[row], mask[row], ends[row] = [*ids[row], *new], [*mask[row], *[True] * len(new)], reason
         log_probs = extended(self.log_probs, self.going, generation.log_probs)
-        return Episodes(ids, mask, log_probs, self.going, self.begun)
+        return replace(self, ids=ids, mask=mask, log_probs=log_probs, ends=ends)
 
     def mask_column(self) -> Jagged[Tensor]:
         """Returns column "response_mask"."""

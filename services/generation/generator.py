@@ -59,7 +59,7 @@ class SequenceGenerator:
         self._ranks, self._engine, self._tokenized = worker.ranks, engine, worker.tokenized
         self._version = lambda: worker.policy_version
         self._eos_ids = end_of_sequence_ids(directory, worker.eos_id)
-        self.texts = TextCodec(worker.tokenizer, worker.tokenized, worker.eos_id)
+        self.texts = TextCodec(worker)
 
     def generate_sequences(
         self,
@@ -168,9 +168,9 @@ class SequenceGenerator:
             )
         if not any(name in rows for name in EPISODE_COLUMNS):
             return Episodes.first(rows.count)
-        observations = self._tokenized(rows.texts("observation"), call, add_special_tokens=False)
+        observations, faults = self.texts.observation_ids(rows.texts("observation"), call)
         eos_ids = frozenset(self._eos_ids)
-        return Episodes.of(rows, observations, eos_ids, max_new_tokens=new, max_response_tokens=most)
+        return Episodes.of(rows, observations, faults, eos_ids, max_new_tokens=new, max_response_tokens=most)
 
     def _take_turn(
         self,
@@ -182,13 +182,12 @@ class SequenceGenerator:
         call: CallContext,
     ) -> CallResult:
         """Generates one turn of episodes. Collective."""
-        turns, finished = [""] * len(prompts), 0
+        turns = [""] * len(prompts)
         with self._ranks.together(call.peers_deadline):
             if episodes.going:
                 going = episodes.going
                 generation = self._generate(episodes.prompts(prompts), options, seeds[going], call)
                 episodes = episodes.extended(generation)
-                finished = sum(reason == "stop" for reason in generation.finish_reasons)
                 texts = self.texts.response_texts(generation.responses, options.stop)
                 for row, text in zip(going, texts, strict=True):
                     turns[row] = text
@@ -200,10 +199,11 @@ class SequenceGenerator:
             "response_mask": episodes.mask_column(),
             "rollout_log_probs": episodes.log_probs,
             "turn": turns,
+            "turn_end": episodes.ends,
         }
         if request.return_text:
             columns["response"] = self.texts.episode_texts(episodes.ids, episodes.begun, options.stop)
-        return CallResult(columns, {"finished": (finished, max(len(episodes.going), 1))})
+        return CallResult(columns)
 
     def _generate(
         self, prompts: list[list[int]], options: SamplingOptions, seeds: np.ndarray, call: CallContext

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest
 from services.roles.columns import Sequences, jagged_ids
+from services.roles.language_worker import LanguageWorker
+from services.roles.tokenization import unknown_token
 from services.rollout.stops import StopStrings
 from services.runtime.worker import CallContext
 
@@ -18,13 +17,12 @@ class TextCodec:
     """Encodes and decodes texts with the actor's tokenizer.
 
     Args:
-        tokenizer: Tokenizer, which decodes token ids.
-        tokenize: Returns the token ids of texts, as `ModelWorker.tokenized`.
-        eos_id: End-of-sequence token id; None for a tokenizer without one.
+        worker: Worker of the service, which has the tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, tokenize: Callable[..., list[list[int]]], eos_id: int | None) -> None:
-        self._tokenizer, self._tokenize, self._eos_id = tokenizer, tokenize, eos_id
+    def __init__(self, worker: LanguageWorker) -> None:
+        self._tokenizer, self._tokenize, self._eos_id = worker.tokenizer, worker.tokenized, worker.eos_id
+        self._vocab_size = worker.vocab_size
 
     def stop_strings(self, texts: tuple[str, ...]) -> StopStrings | None:
         """Returns a matcher of a request's stop strings; None if `texts` is empty."""
@@ -37,6 +35,15 @@ class TextCodec:
         end-of-sequence token that is added at the end of each if the tokenizer has one. Errors as for `tokenize`."""
         ids = self._tokenize(responses, call, add_special_tokens=False)
         return ids if self._eos_id is None else [[*row, self._eos_id] for row in ids]
+
+    def observation_ids(
+        self, observations: list[str], call: CallContext
+    ) -> tuple[list[list[int]], list[str]]:
+        """Returns the token ids of texts that environments add, and for each a sentence that says why the model cannot
+        read it, empty where it can. Errors as for `tokenize`, but for tokens beyond the model's embeddings."""
+        ids = self._tokenize(observations, call, add_special_tokens=False, vocab_size=None)
+        faults = [unknown_token(self._tokenizer, row, self._vocab_size) for row in ids]
+        return ids, [fault and f"the observation {fault}" for fault in faults]
 
     def response_texts(self, responses: Jagged[Tensor], stop: StopStrings | None) -> list[str]:
         """Returns the texts of generated responses without special tokens, each cut before its first stop string;

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import gc
@@ -28,6 +27,7 @@ from collections.abc import Callable
 from io import BufferedRWPair
 from typing import Any
 
+from rlhf.parent import ends_with
 from rlhf.v1 import common_pb2, reward_pb2
 from services.reward.functions import RewardFunction, truth_reader, warm_up
 from services.reward.loaded import LoadedFunction, Scored
@@ -51,7 +51,6 @@ whether it had ended by itself."""
 END_S = 1.0
 """Maximum seconds in which a child that has closed its socket ends by itself, before it is killed."""
 
-PR_SET_PDEATHSIG = 1
 MEMORY_BYTES = 4 << 30
 """Maximum address space of a child in bytes; a function that needs more gets a MemoryError."""
 VERIFIER_MEMORY_BYTES = 1 << 30
@@ -69,7 +68,7 @@ def main(control_fd: int, parent: int, name: str, options: str) -> None:
         name: Function, as taken by `find_function`.
         options: JSON of the keyword arguments of every call.
     """
-    if not _ends_with(parent):
+    if not ends_with(parent):
         return
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} in process %(process)d: %(message)s")
     control = socket.socket(fileno=control_fd)
@@ -119,7 +118,7 @@ def _be_child(fd: int, server: int, name: str, options: str) -> None:
     code = 1
     try:
         os.setsid()
-        if _ends_with(server):
+        if ends_with(server):
             score_rows(socket.socket(fileno=fd), name, options)
         code = 0
     except BaseException:  # noqa: BLE001 - printed, and shown by the exit code
@@ -184,13 +183,6 @@ def _write_scores(stream: BufferedRWPair, scored: Scored) -> None:
 def _write(stream: BufferedRWPair, kind: bytes, message: bytes = b"") -> None:
     stream.write(HEADER.pack(len(message), kind) + message)
     stream.flush()
-
-
-def _ends_with(parent: int) -> bool:
-    """Makes the kernel end this process when its parent ends. Returns False if the parent, of PID `parent`, has
-    already ended."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    return os.getppid() == parent
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ ACCEPTED = (
     "(prompts, completions, **columns)"
 )
 """Accepted signatures, for messages."""
+TOKENS = "response_tokens"
+"""Parameter of a function of any convention by which it asks for the number of tokens of the response, or of each."""
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRL = ("prompts", "completions", "ground_truth")
 _TRL_TRAINER = frozenset({"completion_ids", "environments", "log_extra", "log_metric", "trainer_state"})
@@ -42,6 +44,11 @@ def reads_messages(function: Callable[..., Any]) -> bool:
     return "dict" in annotation.lower() or bool(getattr(function, "conversational", False))
 
 
+def asks_for_tokens(function: Callable[..., Any]) -> bool:
+    """Returns whether a function has a parameter `TOKENS`."""
+    return TOKENS in _parameters(function)
+
+
 def is_async(function: Callable[..., Any]) -> bool:
     """Returns whether a function, or the `__call__` of an object, is a coroutine function."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -51,7 +58,8 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def bound(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns a function with its options bound. One of verl then takes (prompt, response, ground truth, metadata); one
-    of TRL takes (prompts, responses, ground truths, metadata), a list of each. What it returns is not changed.
+    of TRL takes (prompts, responses, ground truths, metadata), a list of each. One that `asks_for_tokens` also takes
+    `TOKENS`, by name. What it returns is not changed.
 
     Args:
         name: Name of the function, for errors.
@@ -78,22 +86,24 @@ def _check(
     """Raises ConfigError as `bound` does, and ValueError if the function has no signature."""
     signature = inspect.signature(function)
     given = {"ours": (), "verl": _VERL, "trl": _TRL}[convention]
-    known = {parameter.name for parameter in signature.parameters.values() if _is_option(parameter)} - set(
-        given
-    )
+    asked = {TOKENS: 0} if asks_for_tokens(function) else {}
+    known = {parameter.name for parameter in signature.parameters.values() if _is_option(parameter)} - {
+        *given,
+        TOKENS,
+    }
     if unknown := sorted(set(options) - known):
         raise ConfigError(
             f"options: {name} takes none named {', '.join(unknown)}, only: {', '.join(sorted(known)) or 'none'}"
         )
     try:
         if convention == "ours":
-            signature.bind("", "", "", {}, **options)
+            signature.bind("", "", "", {}, **asked, **options)
         elif convention == "verl":
-            signature.bind(**_taken(function, dict.fromkeys(given, "")), **options)
+            signature.bind(**_taken(function, dict.fromkeys(given, "")), **asked, **options)
         elif missing := _TRL_TRAINER & _required(signature):
             raise TypeError(f"there is no {' and no '.join(sorted(missing))} here")
         else:
-            columns = dict.fromkeys({*given, *_required(signature)} - options.keys())
+            columns = dict.fromkeys({*given, *asked, *_required(signature)} - options.keys())
             signature.bind(**_taken(function, columns), **options)
     except TypeError as error:
         plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
@@ -104,14 +114,16 @@ def _check(
 def _from_verl(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Adapts a reward of verl: passes arguments by name."""
 
-    def score(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Any:
+    def score(
+        prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any], **tokens: int
+    ) -> Any:
         given = {
             "data_source": metadata.get("data_source", ""),
             "solution_str": response,
             "ground_truth": _ground_truth(metadata, ground_truth),
             "extra_info": metadata.get("extra_info") or dict(metadata),
         }
-        return function(**_taken(function, given), **options)
+        return function(**_taken(function, given), **tokens, **options)
 
     return score
 
@@ -134,6 +146,7 @@ def _from_trl(name: str, function: Callable[..., Any], options: Mapping[str, Any
         responses: Sequence[str],
         ground_truths: Sequence[str],
         metadata: Sequence[Mapping[str, Any]],
+        **tokens: Sequence[int],
     ) -> Any:
         fields = dict.fromkeys(field for row in metadata for field in row)
         columns = {field: [row.get(field) for row in metadata] for field in fields if field not in options}
@@ -141,6 +154,7 @@ def _from_trl(name: str, function: Callable[..., Any], options: Mapping[str, Any
             "prompts": _messages("user", prompts) if asks_for_messages else list(prompts),
             "completions": _messages("assistant", responses) if asks_for_messages else list(responses),
             "ground_truth": list(ground_truths),
+            **tokens,
         }
         if missing := sorted(required - columns.keys()):
             raise InvalidRequest(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rlhf.errors import ConfigError
 from rlhf.plugins import PluginError, load_object
 from services.reward import mathematics, verifiers
-from services.reward.conventions import bound, convention_of, is_async
+from services.reward.conventions import asks_for_tokens, bound, convention_of, is_async
 
 Unit = Literal["row", "group", "batch"]
 """Rows that one call of a function scores; see `unit_of`."""
@@ -85,6 +85,12 @@ def unit_of(name: str) -> Unit:
 def is_awaited(name: str) -> bool:
     """Returns whether a function is `async`. Raises ConfigError if there is no function `name`."""
     return is_async(_find(name))
+
+
+def wants_tokens(name: str) -> bool:
+    """Returns whether a function has a parameter `conventions.TOKENS`. Raises ConfigError if there is no function
+    `name`."""
+    return asks_for_tokens(_find(name))
 
 
 def truth_reader(name: str) -> Callable[[str], object] | None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from rlhf.errors import InvalidRequest, encodable, full_traceback
 from rlhf.v1 import reward_pb2
-from services.reward.functions import Unit, find_function, is_awaited, unit_of
+from services.reward.conventions import TOKENS
+from services.reward.functions import Unit, find_function, is_awaited, unit_of, wants_tokens
 from services.reward.groups import group_fault, groups_of
 from services.reward.scorers.base import GaveUp, metadata_of, row_score
 from services.reward.scorers.extras import Metrics, extra_metrics
@@ -43,30 +44,32 @@ class LoadedFunction:
         function: The function, as `find_function` returns it.
         unit: What one call of it scores.
         is_async: Whether it returns awaitables, so that `score_async` is called in place of `score`.
+        wants_tokens: Whether it is given the number of tokens of the responses too.
     """
 
     name: str
     function: Callable[..., Any]
     unit: Unit = "row"
     is_async: bool = False
+    wants_tokens: bool = False
 
     @classmethod
     def load(cls, name: str, options: Mapping[str, Any]) -> LoadedFunction:
         """Finds a function by name. Raises ConfigError as `find_function` does."""
-        return cls(name, find_function(name, options), unit_of(name), is_awaited(name))
+        return cls(name, find_function(name, options), unit_of(name), is_awaited(name), wants_tokens(name))
 
     def score(self, rows: Sequence[reward_pb2.TextRow]) -> Scored:
         """Scores the rows of a unit, at least one. An exception of the function, or a result that is not as it should
         be, becomes the error of every row; a verdict that is no score becomes the error of its row."""
         try:
-            return self._read(rows, self.function(*self._arguments(rows)))
+            return self._read(rows, self.function(*self._arguments(rows), **self._tokens(rows)))
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the rows carry it
             return self._failed(rows, error)
 
     async def score_async(self, rows: Sequence[reward_pb2.TextRow]) -> Scored:
         """As `score`, for a function that returns awaitables."""
         try:
-            return self._read(rows, await self.function(*self._arguments(rows)))
+            return self._read(rows, await self.function(*self._arguments(rows), **self._tokens(rows)))
         except Exception as error:  # noqa: BLE001 - as above
             return self._failed(rows, error)
 
@@ -94,6 +97,15 @@ class LoadedFunction:
             return first.prompt, responses, first.ground_truth, metadata_of(first)
         truths = [row.ground_truth for row in rows]
         return [row.prompt for row in rows], responses, truths, [metadata_of(row) for row in rows]
+
+    def _tokens(self, rows: Sequence[reward_pb2.TextRow]) -> dict[str, Any]:
+        """Returns the argument `TOKENS` of a function that wants it. Raises InvalidRequest where a row has none."""
+        if not self.wants_tokens:
+            return {}
+        if not all(row.HasField("response_tokens") for row in rows):
+            raise InvalidRequest(f"{self.name} needs {TOKENS}, which the row does not have")
+        counts = [row.response_tokens for row in rows]
+        return {TOKENS: counts[0] if self.unit == "row" else counts}
 
     def _read(self, rows: Sequence[reward_pb2.TextRow], result: Any) -> Scored:
         verdicts = [result] if self.unit == "row" else self._one_per_row(rows, result)

@@ -80,12 +80,10 @@ class LanguageWorker(VerifiedWorker, TorchWorker):
 
     def tokenized(self, texts: list[str], call: CallContext, **options: Any) -> list[list[int]]:
         """Returns the token ids of each text by the role's tokenizer; options and errors as for `tokenize_texts`."""
-        options |= {
-            "max_tokens": self.longest_row,
-            "vocab_size": self.vocab_size,
-            "progressed": self.progressed,
-        }
-        return tokenize_texts(self.tokenizer, texts, call, **options)
+        limits = {"max_tokens": self.longest_row, "vocab_size": self.vocab_size}
+        return tokenize_texts(
+            self.tokenizer, texts, call, progressed=self.progressed, **{**limits, **options}
+        )
 
     def request_profile(self, request: Any) -> str:
         require(request, "directory", "calls")

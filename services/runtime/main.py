@@ -9,7 +9,6 @@ import faulthandler
 import gc
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from nccl_transfer.refs.mesh import Mesh
 from rlhf import addresses, security, stacks
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.file_limit import raise_file_limit
+from rlhf.parent import ends_with
 from rlhf.plugins import PluginError, load_object
 from rlhf.rendezvous import VARIABLE
 from rlhf.roles import RoleSpec, find_role
@@ -40,8 +40,6 @@ from settings.security import security_of
 from settings.service import ServiceTable
 from settings.services import named_losses, output_roots, row_tokens, service_of, shares_devices
 from settings.strict import read_tables
-
-PR_SET_PDEATHSIG = 1
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
 """Parameter numbers of glibc's `mallopt`."""
@@ -83,7 +81,8 @@ def command(spec: RoleSpec) -> click.Command:
         )
         stacks.dump_on_signal()
         try:
-            _die_with_launcher()
+            if not ends_with(os.getppid()):  # rlhf-deploy or torchrun
+                os._exit(1)
             raise_file_limit()
             use_huge_pages()
             _remove_torchrun_directories()
@@ -101,15 +100,6 @@ def command(spec: RoleSpec) -> click.Command:
             os._exit(2)
 
     return main
-
-
-def _die_with_launcher() -> None:
-    """Asks the kernel to kill this rank (SIGKILL) when its parent, rlhf-deploy or torchrun, ends; exits with status 1
-    if the parent has ended already."""
-    launcher = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
-        os._exit(1)
 
 
 def _remove_torchrun_directories() -> None:

@@ -20,6 +20,7 @@ from controller.config.config import Config
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import results
+from controller.role_groups.weights import sync_weights
 from integration.harness import SHARDED, Processes, free_ports, wait_until, write_config
 from integration.weight_services import WeightServices, write_model
 from nccl_transfer.refs.batch import Batch
@@ -97,7 +98,7 @@ class Target(WeightServices):
         results(self.actor.load_checkpoint(str(self.directory / name)).calls)
 
     def sync(self) -> None:
-        results(self.actor.sync_weights([self.rollout], BUCKET_BYTES).calls, TIMEOUT_S)
+        results(sync_weights(self.actor, [self.rollout], BUCKET_BYTES).calls, TIMEOUT_S)
 
     def responses(self) -> Response:
         rows = self.rollout.generate_sequences(PROMPTS, GREEDY).result(

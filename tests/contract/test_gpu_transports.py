@@ -137,32 +137,35 @@ def test_a_gpu_without_room_is_an_error_and_the_next_transfer_works(transport, i
 
 
 @BETWEEN_GPUS
-def test_a_reader_that_is_killed_leaves_nothing_on_the_gpu_of_its_source(transport, peer, start_reader):
-    before, batch = peer.ask("device_used")["bytes"], two_columns(peer)
-    peer.ask("pause", at="copy", after=1)
+def test_a_reader_that_is_killed_leaves_nothing_on_the_gpu_of_its_source(transport, other_peer, start_reader):
+    # The shared peer may still hold what the readers of the tests before had.
+    before, batch = other_peer.ask("device_used")["bytes"], two_columns(other_peer)
+    other_peer.ask("pause", at="copy", after=1)
     reader = start_reader(transport, batch, 60)
-    assert peer.answer() == {"event": "paused"}
-    assert peer.ask("device_used")["bytes"] > before
+    assert other_peer.answer() == {"event": "paused"}
+    assert other_peer.ask("device_used")["bytes"] > before
     reader.kill()
     reader.communicate()
-    peer.ask("go_on")
-    wait_until(lambda: peer.ask("device_used")["bytes"] == before)
+    other_peer.ask("go_on")
+    wait_until(lambda: other_peer.ask("device_used")["bytes"] == before)
 
 
 @BETWEEN_GPUS
-def test_a_reader_that_is_killed_between_transfers_leaves_no_session_behind(transport, peer, start_reader):
-    before, batch = peer.ask("device_used")["bytes"], two_columns(peer)
+def test_a_reader_that_is_killed_between_transfers_leaves_no_session_behind(
+    transport, other_peer, start_reader
+):
+    before, batch = other_peer.ask("device_used")["bytes"], two_columns(other_peer)
     reader = start_reader(transport, batch, 60)
     assert reader.stdout is not None
     assert reader.stdout.readline() == b"fetched\n"
     if transport == "nccl":
-        assert peer.ask("communicator_epochs") == {"epochs": [1]}
+        assert other_peer.ask("communicator_epochs") == {"epochs": [1]}
     else:
-        assert peer.ask("device_used")["bytes"] > before
+        assert other_peer.ask("device_used")["bytes"] > before
     reader.kill()
     reader.communicate()
-    wait_until(lambda: peer.ask("communicator_epochs") == {"epochs": []})
-    wait_until(lambda: peer.ask("device_used")["bytes"] == before)
+    wait_until(lambda: other_peer.ask("communicator_epochs") == {"epochs": []})
+    wait_until(lambda: other_peer.ask("device_used")["bytes"] == before)
 
 
 def test_the_device_decides_which_transports_reach_a_rank():

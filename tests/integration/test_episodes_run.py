@@ -83,6 +83,8 @@ def test_an_algorithm_trains_on_episodes_of_exact_tokens(cluster: Cluster, tmp_p
     for line in lines[1:]:
         assert 1 < line["episode/turns_mean"] <= 3
         assert line["episode/failed"] == 0
+        assert 0 <= line["episode/finished"] <= 1
+        assert "actor/finished" not in line
         assert line["episode/sampled_mean"] < line["response/length_mean"] <= 20
         assert line["rollout/parity_max_abs"] < PARITY
         assert line["actor/grad_norm"] > 0

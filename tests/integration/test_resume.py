@@ -151,11 +151,14 @@ def test_other_rows_are_refused(stopped: Path) -> None:
 
 
 def test_a_checkpoint_is_evaluated_as_the_run_has_done(
-    stopped: Path, cluster: Cluster, tmp_path: Path
+    stopped: Path, cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place, last = CheckpointStore(stopped).place(1), read_metrics(stopped)[-1]
     settings = (f"run.directory='{tmp_path}'",)
     measured = dict(evaluate(place, settings=settings, samples=3, solved_at=0.5).summary)
+    printed = capsys.readouterr().out
+    assert "held-out" in printed
+    assert "step 0/" not in printed
     names = [name.removeprefix("evaluation/") for name in last if name.startswith("evaluation/")]
     assert {name: measured[name] for name in names} == {name: last[f"evaluation/{name}"] for name in names}
     assert 0 <= measured["pass_at_1"] <= measured["pass_at_2"] <= measured["pass_at_3"] <= 1

@@ -20,6 +20,7 @@ from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import results
 from controller.role_groups.roles import RolloutGroup
+from controller.role_groups.weights import sync_weights
 from integration.harness import HUGGING_FACE, Processes, free_ports, write_config
 from integration.weight_services import WeightServices, write_model
 from rlhf.errors import Refused
@@ -138,7 +139,7 @@ class Services(WeightServices):
 
     def sync(self) -> tuple[float, list[int]]:
         """Bytes that a sync has moved, and those into each rank of the rollout service."""
-        batch = self.actor.sync_weights([self.rollout])
+        batch = sync_weights(self.actor, [self.rollout])
         (whole,) = results(batch.calls, TIMEOUT_S)
         loads = [record for record in whole.parts if record.method == "load_weights"]
         into = [response.received_bytes for record in loads for response in record.responses]
@@ -204,7 +205,7 @@ def test_a_rollout_service_gets_the_bits_that_it_lacks_and_no_byte_more(services
     assert services.farthest() < PARITY
     # The actor's own ranks serve the role too, and take no weights.
     own = services.actor.in_role(RolloutGroup, "rollout")
-    assert services.actor.sync_weights([own]).records(TIMEOUT_S)[0].metrics["weights_bytes"] == 0
+    assert sync_weights(services.actor, [own]).records(TIMEOUT_S)[0].metrics["weights_bytes"] == 0
     rows = own.generate_sequences(PROMPTS, GREEDY)
     assert rows.result(["response_ids"], TIMEOUT_S).rows == PROMPTS.rows
     assert "that it trains" in refused(own.call("commit_weights", transfer="any").calls)

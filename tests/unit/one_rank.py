@@ -49,7 +49,8 @@ class OneRank:
     def __init__(
         self, directory: Path, log: Log | None = None, *, actor: dict[str, Any] | None = None, **keys: Any
     ) -> None:
-        """On the pretend device if its log is given, else on the CPU; `actor` has further keys of the actor's table."""
+        """On the pretend device if its log is given, else on the CPU; `actor` has further keys of the actor's table,
+        and `keys` are those of both tables."""
 
         def table(role: str) -> dict[str, Any]:
             return {
@@ -58,6 +59,7 @@ class OneRank:
                 "model": directory,
                 "optimizer": OPTIMIZER,
                 "kernels": "eager",  # none can be compiled for a pretend device
+                **keys,
             }
 
         with pytest.MonkeyPatch.context() as patch:

@@ -40,6 +40,32 @@ def compute_score(
     return {"score": scale * (solution_str == ground_truth), "acc": float(solution_str == ground_truth)}
 
 
+def per_token(
+    prompt: str, response: str, ground_truth: str, metadata: Any, response_tokens: int, penalty: float = 0.1
+) -> list[float]:
+    """A score for each token of the response."""
+    return [-penalty] * (response_tokens - 1) + [1.0]
+
+
+@over_groups
+def shortest(
+    prompt: str, responses: list[str], ground_truth: str, metadata: Any, response_tokens: list[int]
+) -> list[float]:
+    """1 for the responses with the fewest tokens of the group."""
+    return [float(count == min(response_tokens)) for count in response_tokens]
+
+
+def verl_tokens(solution_str: str, response_tokens: int, scale: float = 1.0) -> float:
+    """As verl has it, with the number of tokens."""
+    return scale * response_tokens
+
+
+async def trl_tokens(completions: list[str], response_tokens: list[int], **columns: Any) -> list[float]:
+    """As TRL has it, with the numbers of tokens; it waits."""
+    await asyncio.sleep(0)
+    return [float(count) for count in response_tokens]
+
+
 async def async_compute_score(data_source: str, solution_str: str, ground_truth: str, **rest: Any) -> Any:
     """As verl has it, for rewards that wait."""
     await asyncio.sleep(0)

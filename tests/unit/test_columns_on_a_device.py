@@ -13,6 +13,7 @@ from pretend_device import DEVICE, Copy, Log, pretending
 from unit.one_rank import NEW_TOKENS, SCHEDULE, OneRank
 
 from services.compute.microbatch import MicroBatch
+from services.engines.three_d.engine import ThreeDParallelEngine
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -108,6 +109,8 @@ def test_so_it_is_with_engine_3d(process_group: None, tiny_llama_dir: Path) -> N
     keys: dict[str, Any] = {"engine": "3d", "mesh": "1-1-1"}
     with pretending() as log:
         ranks = OneRank(tiny_llama_dir, log, **keys)
+        assert isinstance(ranks.actor.engine, ThreeDParallelEngine)
+        assert isinstance(ranks.critic.engine, ThreeDParallelEngine)
         ranks.generate()
         check_budgets(ranks, log)
         ranks.close()

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from typing import Any
 
@@ -157,6 +158,54 @@ def test_an_environment_that_is_made_after_its_timeout_is_closed(make: Make) -> 
     assert not closed.is_set()
     released.set()
     assert closed.wait(30)
+
+
+class LateStep(Echo):
+    """A step that takes too long; notes whether it still ran when the environment was closed."""
+
+    def __init__(self, *arguments: Any, released: threading.Event, **row: Any) -> None:
+        super().__init__(*arguments, **row)
+        self.released, self.is_stepping, self.was_stepping = released, False, False
+
+    def step(self, response: str) -> None:
+        self.is_stepping = True
+        self.released.wait(60)
+        self.is_stepping = False
+
+    def close(self) -> None:
+        super().close()
+        self.was_stepping = self.is_stepping
+
+
+def test_an_environment_is_closed_after_a_step_that_took_too_long(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+
+    def wait_for_the_step(running: list[Future[Any]], timeout_s: float) -> None:
+        assert timeout_s == 0.2
+        released.set()
+        assert not wait(running, 30).not_done
+
+    monkeypatch.setattr(environment, "wait", wait_for_the_step, raising=False)
+    caller, episodes = make(LateStep, timeout_s=0.2, options={"released": released}), [Episode(ROW)]
+    caller.make(episodes)
+    caller.step(episodes, ["a"])
+    assert episodes[0].error == "environment mine:Own: step: no answer within timeout_s, 0.2"
+    caller.finish(episodes)
+    assert episodes[0].environment.is_closed
+    assert not episodes[0].environment.was_stepping
+
+
+def test_an_environment_whose_step_hangs_is_closed_beside_it(make: Make) -> None:
+    released = threading.Event()
+    caller, episodes = make(LateStep, timeout_s=0.2, options={"released": released}), [Episode(ROW)]
+    caller.make(episodes)
+    caller.step(episodes, ["a"])
+    caller.finish(episodes)
+    assert episodes[0].environment.is_closed
+    assert episodes[0].environment.was_stepping
+    released.set()
 
 
 def test_an_async_method_that_blocks_the_event_loop_ends_the_run(

@@ -84,6 +84,7 @@ def test_a_turn_goes_on_from_the_tokens_that_were_sampled_and_those_of_the_obser
     first, first_log_probs = rows(rank, "response_ids"), rows(rank, "rollout_log_probs")
     assert rows(rank, "response_mask") == [[1] * len(row) for row in first]
     assert {row[-1] == EOS_ID for row in first} == {True, False}, "the seed has turns of both kinds"
+    assert texts(rank, "turn_end") == ["stop" if row[-1] == EOS_ID else "length" for row in first]
     take_turn(rank, OBSERVATIONS)
     for row, (ids, mask) in enumerate(
         zip(rows(rank, "response_ids"), rows(rank, "response_mask"), strict=True)
@@ -207,6 +208,24 @@ def test_an_episode_without_room_for_a_turn_stays_as_it_is(rank: OneRank) -> Non
         first, rows(rank, "response_ids"), texts(rank, "turn"), went_on, strict=True
     ):
         assert (len(now) > len(begun) + 1) if goes else (now == begun and said == "")
+    assert [bool(end) for end in texts(rank, "turn_end")] == went_on
+
+
+def test_an_observation_with_a_token_beyond_the_embeddings_is_not_added_to_its_response(
+    rank: OneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_turn(rank)
+    first = rows(rank, "response_ids")
+    monkeypatch.setattr(rank.actor._texts, "_vocab_size", 22)
+    take_turn(rank, ["w20", "w60", "w20", "w20", "w20", "w59"])
+    ends = texts(rank, "turn_end")
+    assert (
+        ends[1] == "the observation contains the token 'w60', whose id 60 is beyond the model's 22 embeddings"
+    )
+    assert "'w59'" in ends[5]
+    assert {ends[row] for row in (0, 2, 3, 4)} <= {"stop", "length"}
+    for row, (begun, now) in enumerate(zip(first, rows(rank, "response_ids"), strict=True)):
+        assert (now == begun) if row in (1, 5) else (now[: len(begun) + 1] == [*begun, 20])
 
 
 def test_texts_are_those_of_the_turn_and_of_the_whole_response(rank: OneRank) -> None:
@@ -230,6 +249,7 @@ def test_a_stop_string_ends_a_turn_and_stays_in_its_tokens(rank: OneRank) -> Non
     take_turn(rank, sampling=actor_pb2.Sampling(max_new_tokens=TURN_TOKENS, temperature=1.0, stop=[stop]))
     assert rows(rank, "response_ids")[row] == ids[row][:2]
     assert stop not in texts(rank, "turn")[row]
+    assert texts(rank, "turn_end")[row] == "stop"
     take_turn(rank, OBSERVATIONS)
     assert rows(rank, "response_ids")[row][: 2 + len(OBSERVED[row])] == [*ids[row][:2], *OBSERVED[row]]
     assert stop in texts(rank, "response")[row], "of an earlier turn, it is part of the response"

@@ -27,6 +27,8 @@ from rlhf.errors import ConfigError, InvalidRequest
 from services.reward.functions import find_function
 
 PROMPTS = ["a", "b", "c"]
+ENDS = {"full": "", "odd": "the observation contains the token '<image>'", "no": "length"}
+"""Why turns end, by what the policy of this test says; of all others "stop"."""
 GROUPS = Path(__file__).parents[2] / "deploy" / "quickstart" / "groups.toml"
 
 
@@ -52,7 +54,8 @@ class Script:
 
 class Policy:
     """Says the next of the words for each prompt, each a token of its number, and adds observations as one token 0. A
-    word "full" is not said: the response stays as it is."""
+    word "full" or "odd" is not said: the response stays as it is, without room or with an observation that the model
+    cannot read. "no" is cut off."""
 
     def __init__(self, **words: list[str]) -> None:
         self.words = {prompt: iter(said) for prompt, said in words.items()}
@@ -70,7 +73,7 @@ class Policy:
             begun = list(zip(ids, mask, strict=True))
         new = [
             (ids, mask)
-            if word == "full"
+            if word in ENDS and word != "no"
             else ([*ids, *[0] * bool(ids), len(word)], [*mask, *[0] * bool(ids), 1])
             for (ids, mask), word in zip(begun, said, strict=True)
         ]
@@ -78,7 +81,8 @@ class Policy:
             response_ids=jagged([ids for ids, _ in new], np.int32),
             response_mask=jagged([mask for _, mask in new], np.uint8),
             rollout_log_probs=jagged([[-1.0] * sum(mask) for _, mask in new], np.float32),
-            turn=["" if word == "full" else word for word in said],
+            turn=["" if word in ENDS and word != "no" else word for word in said],
+            turn_end=[ENDS.get(word, "stop") for word in said],
         )
 
     @staticmethod
@@ -133,8 +137,10 @@ def test_episodes_go_on_until_their_environment_ends_them(tmp_path: Path) -> Non
     metadata = [json.loads(text) for text in texts_of(batch, "metadata")]
     assert metadata == [{"level": 1, "environment_reward": reward} for reward in (4, 6, 11)]
     assert "turn" not in batch
+    assert "turn_end" not in batch
     assert episode_metrics(batch.result(batch.columns)) == {
         "episode/turns_mean": 2.0,
+        "episode/finished": 1.0,
         "episode/failed": 0.0,
         "episode/sampled_mean": 2.0,
     }
@@ -149,6 +155,22 @@ def test_an_episode_without_room_ends_and_its_environment_is_not_asked_again() -
     batch = play(Policy(a=["no", "full"], b=["stop"], c=["stop"]))
     assert Policy._rows(batch, "response_ids")[0] == [2]
     assert json.loads(texts_of(batch, "metadata")[0])["environment_reward"] == 2
+
+
+def test_the_share_of_episodes_that_finish_is_that_of_their_last_turns() -> None:
+    batch = play(Policy(a=["stop"], b=["no", "full"], c=["nope", "no", "stop"]))
+    assert episode_metrics(batch.result(batch.columns))["episode/finished"] == pytest.approx(2 / 3)
+
+
+def test_an_observation_that_the_model_cannot_read_ends_its_episode_alone() -> None:
+    batch = play(Policy(a=["no", "odd"], b=["no", "stop"], c=["stop"]))
+    assert texts_of(batch, "environment_error") == [
+        f"environment {__name__}:Script: step: the observation contains the token '<image>'",
+        "",
+        "",
+    ]
+    assert Policy._rows(batch, "response_ids") == [[2], [2, 0, 4], [4]]
+    assert "environment_reward" not in texts_of(batch, "metadata")[0]
 
 
 def test_an_episode_that_failed_has_the_error_of_a_row_that_was_not_scored() -> None:

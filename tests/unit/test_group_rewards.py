@@ -49,7 +49,7 @@ def scores(found: Sequence[reward_pb2.RowScore]) -> list[float | str]:
 def path() -> Iterator[None]:
     """Processes, too, find the functions."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
         patch.syspath_prepend(str(Path(__file__).parent))
         yield
 

@@ -217,3 +217,27 @@ def test_another_number_of_token_scores_than_of_tokens_is_the_error_of_the_row(p
             match="1 of 6 rows could not be scored; row 2: 2 token scores for a response of 3 tokens",
         ):
             connected(table, score)
+
+
+def test_rows_of_text_have_the_number_of_tokens_that_were_sampled() -> None:
+    class Counting(broken_rewards.Good):
+        def ComputeReward(self, request: Any, context: Any) -> reward_pb2.ComputeRewardResponse:
+            seen.extend(
+                row.response_tokens if row.HasField("response_tokens") else None for row in request.text_rows
+            )
+            return super().ComputeReward(request, context)
+
+    def column(*lengths: int) -> Jagged:
+        return Jagged(np.zeros(sum(lengths), np.float32), np.array(lengths))
+
+    seen: list[int | None] = []
+    ids, sampled = column(3, 1, 2, 1, 1, 5), column(2, 1, 1, 1, 1, 4)
+    with foreign(Counting()) as table:
+        for columns in (
+            {},
+            {"response_ids": ids},
+            {"response_ids": ids, "response_mask": ids, "rollout_log_probs": sampled},
+        ):
+            batch = batch_of(list("abcdef"), **columns)
+            connected(table, lambda group, batch=batch: rewards(reward_of(group).score(batch)))
+    assert seen == [*[None] * 6, 3, 1, 2, 1, 1, 5, 2, 1, 1, 1, 1, 4]

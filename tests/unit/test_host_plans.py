@@ -153,6 +153,33 @@ def test_this_host_is_found_by_its_name_or_its_addresses(
     assert of(configured(*at(), *POOLS)).host == expected
 
 
+def test_this_host_has_the_same_name_whichever_services_are_started(
+    monkeypatch: pytest.MonkeyPatch, nowhere: None
+) -> None:
+    config = configured(*at(), *POOLS)
+
+    def has_address(address: str) -> None:
+        if not address.startswith("10.0.0.2:"):
+            raise OSError(99, "Cannot assign requested address")
+
+    monkeypatch.setattr(hosts, "probe", has_address)
+    assert of(config).host == "b"
+    for names in (["critic"], ["actor"], ["actor", "critic"]):
+        assert (of(config, names=names).host, of(config, names=names).names) == ("b", names)
+    with pytest.raises(
+        ConfigError, match="this host is b: no rank is on this host; hosts of the services: a"
+    ):
+        of(config, names=["reference"])
+
+
+def test_where_the_name_of_this_host_is_unclear_the_services_that_are_started_decide(
+    monkeypatch: pytest.MonkeyPatch, nowhere: None
+) -> None:
+    assert of(configured(*at(), *POOLS), names=["critic"]).host == ""
+    monkeypatch.setattr(hosts, "probe", lambda address: None)  # it has all addresses
+    assert of(configured(*at(), *POOLS), names=["critic", "reward"]).host == ""
+
+
 def test_all_services_are_started_where_all_addresses_are_this_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "probe", lambda address: None)
     assert of(configured(*at())).names == NAMES
@@ -290,7 +317,10 @@ def test_exactly_the_ranks_of_the_host_are_started(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "CUDA_VISIBLE_DEVICES",
             "RLHF_RENDEZVOUS")  # fmt: skip
-    program = f"import json, os; print(json.dumps([os.environ.get(key, '') for key in {keys}]), flush=True)"
+    # One write each, since two ranks write to one log.
+    program = (
+        f"import json, os; print(json.dumps([os.environ.get(key, '') for key in {keys}]) + chr(10), end='')"
+    )
     said: list[str] = []
     launcher = LaunchOptions(lambda job: [sys.executable, "-c", program], grace_s=5.0)
     deployment = Deployment(str(path), str(tmp_path), host="b")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
@@ -148,7 +150,7 @@ def test_on_a_cpu_all_ranks_share_the_memory_of_the_host(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "GPU_DRIVER", model / "none")
-    monkeypatch.setattr(memory, "_available_bytes", lambda: int(100 * GB))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=int(100 * GB)))
     report = predict_memory(load(QUICKSTART, settings(model)), ["actor", "critic"], None)
     needed = sum(service.ranks * service.on_cpu for service in report.services.values()) / GB
     assert report.misfits == [

@@ -76,6 +76,48 @@ def test_numbers_beside_the_score_become_metrics(processes: int) -> None:
     assert metrics == {"extra/acc": (2.0, 3.0)}
 
 
+def with_tokens(*counts: int) -> list[reward_pb2.TextRow]:
+    """Rows of one group whose responses have these numbers of tokens."""
+    return [
+        reward_pb2.TextRow(prompt="p", response="a", ground_truth="aa", group=1, response_tokens=count)
+        for count in counts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "expected"),
+    [
+        ("shortest", {}, [0, 1, 0]),
+        ("verl_tokens", {"scale": 2.0}, [6, 2, 4]),
+        ("trl_tokens", {}, [3, 1, 2]),
+    ],
+)
+def test_a_function_that_asks_for_it_gets_the_number_of_tokens_of_the_response(
+    processes: int, function: str, options: dict[str, Any], expected: list[float]
+) -> None:
+    settings = table(function, options=options, processes=processes if function != "trl_tokens" else 0)
+    assert scored(settings, with_tokens(3, 1, 2))[0] == expected
+
+
+def test_a_function_gives_a_score_per_token(processes: int) -> None:
+    scorer = make_scorer(table("per_token", processes=processes, options={"penalty": 0.5}))
+    try:
+        (verdict,) = scorer.score_texts(with_tokens(3), call())
+    finally:
+        scorer.close()
+    assert list(verdict.token_scores.scores) == [-0.5, -0.5, 1]
+
+
+def test_a_row_without_the_number_of_tokens_that_a_function_asks_for_is_an_error() -> None:
+    found, _ = scored(table("verl_tokens"), rows("a"))
+    assert found == [f"{MODULE}:verl_tokens needs response_tokens, which the row does not have"]
+
+
+def test_the_number_of_tokens_is_no_option() -> None:
+    with pytest.raises(ConfigError, match="takes none named response_tokens, only: scale"):
+        make_scorer(table("verl_tokens", options={"response_tokens": 3}))
+
+
 def test_a_reward_of_verl_gives_its_numbers_too(processes: int) -> None:
     settings = table("compute_score", processes=processes, options={"scale": 3.0})
     assert scored(settings, rows("a", "aa")) == ([0, 3], {"extra/acc": (1.0, 2.0)})

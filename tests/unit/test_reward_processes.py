@@ -43,7 +43,7 @@ def rows(*responses: str) -> list[reward_pb2.TextRow]:
 def path() -> Iterator[None]:
     """Processes find the functions below."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
         patch.syspath_prepend(str(Path(__file__).parent))
         yield
 

@@ -8,8 +8,10 @@ import mmap
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -202,7 +204,7 @@ def test_out_of_space_says_sizes_and_the_key_that_raises_it():
 
 
 def test_an_arena_larger_than_the_memory_available_is_refused(monkeypatch):
-    monkeypatch.setattr(arena, "_available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     with pytest.raises(
         OutOfSpace, match=r"an arena of 2.0 MiB does not fit into 1.0 MiB of memory: lower arena_mb"
     ):

@@ -433,6 +433,17 @@ class TestProgress:
             "[run] saved",
         ]
 
+    def test_an_evaluation_shows_no_number_of_steps(self) -> None:
+        out, screen = StringIO(), StringIO()
+        terminal = Console(file=screen, force_terminal=True, width=100)
+        for console in (Console(file=out), terminal):
+            with Progress(console, has_steps=False) as progress:
+                progress.begin(50)
+                progress.step(0, {"evaluation/accuracy": 0.25})
+        assert out.getvalue() == "held-out 25.0 %\n"
+        assert "held-out 25.0 %" in screen.getvalue()
+        assert "0/50" not in screen.getvalue()
+
     def test_a_step_without_numbers_has_a_line_too(self) -> None:
         assert step_line(2, 3, {}) == "step 2/3"
 
