@@ -90,8 +90,11 @@ class CallLog:
         return set(self._fetched) if self._fetched and name not in GIVEN else set()
 
 
-GIVEN = ("prompt", "ground_truth", "metadata", "source", "group", "prompt_number", "pretrain_text", "text")
-"""Columns of the data, which depend on no call."""
+GIVEN = (
+    *("prompt", "ground_truth", "metadata", "source", "group", "prompt_number", "pretrain_text", "text"),
+    "response_tokens",
+)
+"""Columns of the data, which depend on no call, and the lengths of responses, which are there when these are."""
 
 
 def made_up(name: str, rows: int) -> np.ndarray | Jagged[np.ndarray] | list[str]:

@@ -63,6 +63,7 @@ def column_bytes(name: str, workload: Workload) -> float:
     four bytes per token."""
     if name in ("prompt", "prompt_ids"):
         return ID_BYTES * workload.prompts.mean
-    if name in ("rewards", "costs", "baselines", "group", "prompt_number", "metadata", "ground_truth"):
+    per_row = ("rewards", "costs", "baselines", "group", "prompt_number", "response_tokens")
+    if name in (*per_row, "metadata", "ground_truth"):
         return 2 * FLOAT_BYTES
     return FLOAT_BYTES * workload.responses.mean

@@ -113,6 +113,21 @@ def test_a_plug_in_is_recorded_as_it_is() -> None:
     ]
 
 
+def test_a_reward_of_texts_depends_on_the_responses_and_on_nothing_that_was_fetched() -> None:
+    def mine(run: Run) -> None:
+        actor, critic, reward = run.actor(), run.critic(), run.reward()
+        for step in run.steps():
+            batch = step.prompts | actor.generate_sequences(step.prompts)
+            batch |= critic.compute_values(batch)
+            run.fetch(batch, "values")
+            step.finish(reward.score(batch))
+
+    algorithm = Algorithm(mine)
+    flow = record_dataflow(algorithm, algorithm.configure(load(QUICKSTARTS / "quickstart.toml")))
+    assert called(flow)[-1] == "reward.compute_reward"
+    assert flow[-1].after == (0,)
+
+
 def test_a_rollout_and_a_values_service_are_recorded_with_their_transfers() -> None:
     ppo = find_algorithm("ppo")
     values = "services.values={role='values',address='127.0.0.1:7106',model='x'}"
