@@ -133,9 +133,11 @@ class ModelTable(LoadedModelTable):
 
     @property
     def row_limits(self) -> dict[str, int]:
-        """Limits on the tokens of a prompt and its response together, by the key that sets each:
-        `micro_batch_tokens`, since a row must fit into one micro-batch."""
-        return {"micro_batch_tokens": self.token_budget}
+        """Limits on the tokens of a prompt and its response together, by the key or the product of keys that sets
+        each: `micro_batch_tokens`, times `sequence_parallel` if that is not 1, since a row must fit into one
+        micro-batch."""
+        key = "micro_batch_tokens"
+        return {key if self.sequence_parallel == 1 else f"{key} * sequence_parallel": self.token_budget}
 
     @property
     def engine_spec(self) -> EngineSpec:

@@ -67,8 +67,10 @@ def models_of(config: Config, dataflow: Sequence[Call]) -> ConfiguredModels:
 
 def placeable(model: Model) -> Model:
     """Returns a model in the engine that the search chooses meshes for: 3d, but fsdp for adapters, and for rewards the
-    one that they have: whole, or fsdp where they are sharded or learn. A rollout service has none."""
+    one that they have: whole, or fsdp where they are sharded or learn. A rollout service has none. Plans divide rows
+    over no ranks, so one rank takes micro-batches as long as those of the ranks together."""
     use = model.use
+    use = replace(use, micro_batch_tokens=use.token_budget, sequence_parallel=1)
     if use.engine == "none":
         return model
     if use.shape.head == "score":
@@ -77,9 +79,8 @@ def placeable(model: Model) -> Model:
     if use.adapters is not None:
         # Plans have no generation mesh for fsdp.
         rollout = use.rollout and replace(use.rollout, pipeline=1, tensor=1)
-        return replace(model, use=replace(use, rollout=rollout, sequence_parallel=1))
-    use = replace(use, engine="3d", offload_optimizer=False, sequence_parallel=1)
-    return replace(model, use=use)
+        return replace(model, use=replace(use, rollout=rollout))
+    return replace(model, use=replace(use, engine="3d", offload_optimizer=False))
 
 
 def described_plan(config: Config, problem: Problem, group: DeviceGroup) -> MappedPlan:

@@ -24,6 +24,7 @@ PLACED = (
     "generation_mesh",
     "shards_over_data",
     "activation_checkpointing",
+    "sequence_parallel",
     "zero",
 )
 """Keys of a service's table that a plan sets, or leaves out."""
@@ -107,6 +108,8 @@ def _placed(given: Mapping[str, Any], pool: str, option: Option) -> dict[str, An
         mesh = {"mesh": joined(use.mesh)} if use.mesh[:2] != (1, 1) else {}
         return table | mesh | _generating(table, use)
     table["engine"] = use.engine
+    if "sequence_parallel" in given:
+        table["micro_batch_tokens"] = use.micro_batch_tokens
     if use.engine == "3d":
         table["mesh"] = joined(use.mesh)
     if use.shards_over_data:

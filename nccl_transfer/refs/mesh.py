@@ -123,6 +123,7 @@ class Mesh:
         training = f"{self.pipeline}-{self.tensor}-{self.data}"
         if (self.generation_pipeline, self.generation_tensor) == (self.pipeline, self.tensor):
             return training
-        dealt = f"{self.micro_data}-{self.data}" if self.micro_data else f"{self.replicas}"
+        nests = self.micro_data * self.data == self.replicas
+        dealt = f"{self.micro_data}-{self.data}" if nests else f"{self.replicas}"
         generation = f"{self.generation_pipeline}-{self.generation_tensor}-{dealt}"
         return f"{training} / {generation}" + (", usual order" if self.usual_order else "")

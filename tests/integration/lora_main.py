@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
 from integration.begun_early import is_step_begun_early_the_same
+from integration.fsdp_main import micro_batches_of
 from integration.three_d_main import HEAD, OPTIONS, Rows, distance, rows_of
 from nccl_transfer.refs.mesh import Mesh
 from services.compute.microbatch import MicroBatch
@@ -22,8 +22,14 @@ ADAPTERS = AdapterOptions(rank=4, alpha=6.0, seed=3)
 CPU = torch.device("cpu")
 
 
-def make_engine(directory: Path, dtype: torch.dtype) -> LoRAEngine:
-    return LoRAEngine(load_causal_lm(directory, dtype), CPU, adapters=ADAPTERS, optimizer=OPTIONS)
+def make_engine(directory: Path, dtype: torch.dtype, sequence_parallel: int) -> LoRAEngine:
+    return LoRAEngine(
+        load_causal_lm(directory, dtype),
+        CPU,
+        adapters=ADAPTERS,
+        optimizer=OPTIONS,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 def log_probs(engine: FSDPEngine, micro_batches: list[MicroBatch]) -> list[Tensor]:
@@ -49,14 +55,15 @@ def same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in ours.items())
 
 
-def run(directory: Path, reference: Path, dtype: torch.dtype, out: Path) -> dict:
+def run(directory: Path, reference: Path, dtype: torch.dtype, sequence_parallel: int, out: Path) -> dict:
     """Everything that ranks must get right, as distances from the reference or as whether bits are the same."""
-    rows: Rows = rows_of(Mesh(1, 1, dist.get_world_size()), dist.get_rank())
-    micro_batches = rows.micro_batches()
     expected = json.loads((reference / "numbers.json").read_text())
-    frozen = log_probs(FSDPEngine(load_causal_lm(directory, dtype), CPU), micro_batches)
-    engine = make_engine(directory, dtype)
-    report: dict = {"num_micro_batches": len(micro_batches)}
+    plain = FSDPEngine(load_causal_lm(directory, dtype), CPU, sequence_parallel=sequence_parallel)
+    engine = make_engine(directory, dtype, sequence_parallel)
+    rows: Rows = rows_of(Mesh(1, 1, engine.data_size), engine.data_rank)
+    micro_batches = rows.micro_batches() if sequence_parallel == 1 else micro_batches_of(engine, rows)
+    frozen = log_probs(plain, micro_batches)
+    report: dict = {"num_micro_batches": len(micro_batches), "data_ranks": engine.data_size}
     report["new adapters change nothing"] = same(log_probs(engine, micro_batches), frozen)
     report["reference before"] = same(reference_log_probs(engine, micro_batches), frozen)
     report["seeded"] = same_bits(gathered(engine, "data"), load_file(reference / "first.safetensors"))
@@ -79,7 +86,7 @@ def run(directory: Path, reference: Path, dtype: torch.dtype, out: Path) -> dict
     report["reference after"] = same(reference_log_probs(engine, micro_batches), frozen)
     report["learned"] = not same(log_probs(engine, micro_batches), frozen)
     report["exported"] = engine.export(out / "export")
-    fresh = make_engine(directory, dtype)
+    fresh = make_engine(directory, dtype, sequence_parallel)
     fresh.load(out / "checkpoint")
     for _ in expected["loss"][1:]:
         fresh.step(micro_batches, HEAD, rows.loss)
@@ -88,10 +95,10 @@ def run(directory: Path, reference: Path, dtype: torch.dtype, out: Path) -> dict
     return report
 
 
-def main(out: Path, cases: dict[str, tuple[str, str, str]]) -> dict[str, dict]:
+def main(out: Path, cases: dict[str, tuple[str, str, str]], sequence_parallel: int = 1) -> dict[str, dict]:
     reports = {}
     for name, (directory, reference, dtype) in cases.items():
         here = out / name
         here.mkdir(exist_ok=True)
-        reports[name] = run(Path(directory), Path(reference), getattr(torch, dtype), here)
+        reports[name] = run(Path(directory), Path(reference), getattr(torch, dtype), sequence_parallel, here)
     return reports

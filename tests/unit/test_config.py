@@ -194,6 +194,10 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
             "services.actor.rollout_tokens=4",
             r"services\.actor\.rollout_tokens: 4 leaves no room for a prompt",
         ),
+        (
+            "services.critic.micro_batch_tokens=2\nservices.critic.sequence_parallel=2\nservices.critic.ranks=2",
+            r"services\.critic\.micro_batch_tokens \* sequence_parallel: 4 leaves no room",
+        ),
         ("services.critic.micro_batch_tokens=3", r"services\.critic\.micro_batch_tokens: 3 leaves no room"),
         ("services.actor.lora.r=8", r"services\.actor\.lora\.r: unknown key.*Known keys: rank, alpha"),
         ("services.actor.lora.dropout=0.1", r"services\.actor\.lora\.dropout: 0\.1 is not allowed, only 0"),

@@ -37,6 +37,7 @@ from deploy.memory import predict_memory
 from rlhf.errors import ConfigError
 from settings.memory.predict import predict
 from settings.memory.shape import ModelShape
+from settings.model import ModelTable
 from settings.reward import RewardTable
 from settings.strict import read_toml, validate
 
@@ -464,6 +465,26 @@ def test_a_sharded_reward_stays_sharded_and_recomputes_nothing(
     assert isinstance(reward, RewardTable)
     assert reward.sharded
     assert predict_memory(load(planned), ["reward"], 80 * 10**9).misfits == []
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["3d", "adapters"])
+def test_a_plan_for_ranks_that_divide_rows_takes_rows_as_long(config_file: Path, adapters: bool) -> None:
+    """Plans divide rows over no ranks, so one rank computes what several did."""
+    planned = config_file.with_name("plan.toml")
+    keys = [
+        *(f"services.{name}.sequence_parallel=2" for name in ("actor", "reference")),
+        *(f"services.{name}.ranks=2" for name in ("actor", "reference")),
+        *(f"services.{name}.micro_batch_tokens=1536" for name in ("actor", "reference")),
+        *(["services.actor.lora.rank=8"] if adapters else []),
+    ]
+    settings = [part for key in keys for part in ("--set", key)]
+    ran = rlhf_map("find", config_file, "--devices", "A100-80GB:16", *settings, "-o", planned)
+    assert ran.exit_code == 0, ran.output
+    services = load(planned).services
+    for name in ("actor", "reference"):
+        table = services[name]
+        assert isinstance(table, ModelTable)
+        assert (table.sequence_parallel, table.micro_batch_tokens) == (1, 3072)
 
 
 @pytest.mark.parametrize(

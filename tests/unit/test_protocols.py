@@ -122,6 +122,15 @@ def test_data_ranks_may_form_generation_replicas() -> None:
     assert str(mesh) == "1-1-8 / 2-2-2, usual order"
 
 
+def test_ranks_with_the_same_rows_may_generate_with_those_of_other_data_ranks() -> None:
+    mesh = Mesh(1, 3, 2, 1, 2, usual_order=True)
+    assert mesh_from_proto(mesh_to_proto(mesh)) == mesh
+    assert [mesh.position(rank) for rank in range(6)] == [(0, t, d) for d in range(2) for t in range(3)]
+    assert distributed("3D_ALL_MICRO_DP", 4, mesh) == [[0, 1]] * 2 + [[2]] * 2 + [[3]] * 2
+    assert distributed("3D_PROTO", 4, mesh) == [[0, 1]] * 3 + [[2, 3]] * 3
+    assert str(mesh) == "1-3-2 / 1-2-3, usual order"
+
+
 def test_generation_replicas_of_data_ranks_divide_them() -> None:
     with pytest.raises(ConfigError, match="generation tensor size must divide the training one, 1"):
         Mesh(1, 1, 4, 1, 3, usual_order=True)

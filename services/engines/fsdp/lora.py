@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, TaskType, inject_adapter_in_model
 from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -204,7 +205,7 @@ class LoRAEngine(FSDPEngine):
 
     def _gather_companions(self) -> Callable[[Path], None]:
         adapters = ((name, whole(self._parameters[name])) for name in self._trained_names)
-        gathered = {name: x.cpu() for name, x in adapters if self.data_rank == 0}
+        gathered = {name: x.cpu() for name, x in adapters if dist.get_rank() == 0}
         config = _config(self._adapters)
         config.inference_mode, config.base_model_name_or_path = True, self._base
         # peft's constructor would turn them into a set, whose order in the file is arbitrary.
