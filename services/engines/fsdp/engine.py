@@ -161,6 +161,8 @@ class FSDPEngine(DataParallelEngine):
                 self._reader.reset_iter_state()
 
     def _read(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:
+        is_divided = micro_batch.part is not None
+        assert is_divided == (self.sequence_ranks is not None) or micro_batch.is_dummy, "ranks divide all rows"
         return self._reader(micro_batch, head)
 
     def _store_gradients(self) -> None:
