@@ -162,7 +162,7 @@ class FSDPEngine(DataParallelEngine):
 
     def _read(self, micro_batch: MicroBatch, head: Head[Output]) -> Output:
         is_divided = micro_batch.part is not None
-        assert is_divided == (self.sequence_ranks is not None) or micro_batch.is_dummy, "ranks divide all rows"
+        assert self.sequence_ranks is None or is_divided or micro_batch.is_dummy, "every gradient counts once"
         return self._reader(micro_batch, head)
 
     def _store_gradients(self) -> None:
