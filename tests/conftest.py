@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -44,10 +48,30 @@ LONGEST_FILES = (
 )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A shell starts background jobs with SIGINT ignored, and children inherit that: the processes that tests
-    interrupt are to get it."""
+    interrupt are to get it. Workers of pytest-xdist end without taking down all that they have imported, which takes
+    seconds."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(config, "workerinput"):
+        atexit.register(os._exit, 0)
+
+
+def pytest_unconfigure() -> None:
+    """Ends the exemption of `pytest_collection`: extension modules warn of objects that are still there at the end."""
+    gc.unfreeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports the tests while garbage collection is disabled, and exempts what they have imported from it: the
+    collector's walks over all of that take a third of the time that the imports take."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
