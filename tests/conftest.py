@@ -51,15 +51,12 @@ LONGEST_FILES = (
 def pytest_configure(config: pytest.Config) -> None:
     """A shell starts background jobs with SIGINT ignored, and children inherit that: the processes that tests
     interrupt are to get it. Workers of pytest-xdist end without taking down all that they have imported, which takes
-    seconds."""
+    seconds. Elsewhere the exemption of `pytest_collection` ends: extension modules warn of objects that are left."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
-
-
-def pytest_unconfigure() -> None:
-    """Ends the exemption of `pytest_collection`: extension modules warn of objects that are still there at the end."""
-    gc.unfreeze()
+    else:
+        atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(wrapper=True)
