@@ -8,12 +8,16 @@ SOURCES := pyproject.toml setup.py $(wildcard protos/rlhf/v1/*.proto)
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
+# A worker runs whole files, the longest first.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+UNITS := $(PYTEST) -n 2 -m "not full and not slow and not gpu" tests/test_architecture.py tests/unit tests/contract
+SERVICES := $(PYTEST) -n 2 $(BY_FILE) -m "not full and not slow and not gpu" tests/integration tests/chaos
 # After pytest: status 1 where tests have failed. Where not all of them ran, nothing is left to run again.
 NOTE := { status=$$?; [ $$status -eq 1 ] || { rm -f .pytest_cache/v/cache/lastfailed; exit $$status; }; }
 RESULTS := benchmarks/results/$(if $(shell grep -s GenuineIntel /proc/cpuinfo),intel,amd)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm quickstart pipeline test test-slow test-again test-full test-gpu check-extras check-cuda-wheels check-examples fuzz soak lint format bench clean
+.PHONY: help setup setup-vllm quickstart pipeline test test-units test-services test-slow test-again test-full test-gpu check-extras check-cuda-wheels check-examples fuzz soak lint format bench clean
 
 help: ## List the chores.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -42,14 +46,18 @@ pipeline: $(RUNS) ## SFT, a reward model and PPO from raw dialogues (DATA=FILE, 
 	$(BIN)/python -m deploy.pipeline $(if $(DATA),--data '$(DATA)')
 
 test: setup ## Run the tests that belong to every change and are quick, without a GPU.
-	@status=0; set -x; \
-	$(PYTEST) -n 2 -m "not full and not slow and not gpu" tests/test_architecture.py tests/unit tests/contract || $(NOTE); \
-	$(PYTEST) -n 2 --dist loadfile -m "not full and not slow and not gpu" tests/integration tests/chaos || $(NOTE); \
-	exit $$status
+	@status=0; set -x; $(UNITS) || $(NOTE); $(SERVICES) || $(NOTE); exit $$status
 
+test-units: setup ## Run those of them that are unit and contract tests.
+	@status=0; set -x; $(UNITS) || $(NOTE); exit $$status
+
+test-services: setup ## Run those of them that start services, none of which needs vLLM.
+	@status=0; set -x; $(SERVICES) || $(NOTE); exit $$status
+
+# These often wait, for deadlines and for each other: three at a time keep two cores busy.
 test-slow: setup ## Run the rest of what belongs to every change: minutes of real services.
 	@status=0; set -x; \
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not full and not gpu" tests || $(NOTE); \
+	$(PYTEST) -n 3 $(BY_FILE) -m "slow and not full and not gpu" tests || $(NOTE); \
 	exit $$status
 
 test-again: setup ## Run the tests that failed last once more, one at a time.

@@ -41,7 +41,8 @@ def test_a_flipped_bit_in_a_replica_ends_the_run_and_names_service_ranks_and_ten
     path.write_text(tomli_w.dumps(of_run.model_dump(mode="json", exclude_none=True, exclude_defaults=True)))
     processes = Processes()
     try:
-        controller = processes.start("rlhf-controller", "--algo", "grpo", "--config", str(path), "--launch")
+        processes.serve(path, tmp_path / "logs")
+        controller = processes.start("rlhf-controller", "--algo", "grpo", "--config", str(path))
         output = "".join(controller.communicate(timeout=RUN_TIMEOUT_S))
     finally:
         processes.kill()

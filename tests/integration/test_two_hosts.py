@@ -115,11 +115,9 @@ def addressed(config: Config, addresses: dict[str, str], directory: Path) -> Con
     return config.model_copy(update={"services": services, "run": run, "security": trusted})
 
 
-def run(config: Config, path: Path, processes: Processes, *arguments: str) -> Path:
+def run(config: Config, path: Path, processes: Processes) -> Path:
     """A run from start to end; returns its directory."""
-    controller = processes.start(
-        "rlhf-controller", "--algo", "ppo", "--config", str(write_config(config, path)), *arguments
-    )
+    controller = processes.start("rlhf-controller", "--algo", "ppo", "--config", str(path))
     out, err = controller.communicate(timeout=150)
     assert controller.returncode == 0, out + err
     (directory,) = config.run.directory.glob("test-*")
@@ -160,9 +158,11 @@ def one_host(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     directory = tmp_path_factory.mktemp("together")
     addresses = {role: f"127.0.0.1:{port}" for role, port in zip(ROLES, free_ports(len(ROLES)), strict=True)}
     together = addressed(config, addresses, directory)
+    path = write_config(together, directory / "together.toml")
     processes = Processes()
     try:
-        return Outcome.of(run(together, directory / "together.toml", processes, "--launch"))
+        processes.serve(path, directory / "logs")
+        return Outcome.of(run(together, path, processes))
     finally:
         processes.kill()
 

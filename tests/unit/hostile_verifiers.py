@@ -41,7 +41,8 @@ def obey(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, A
         case "take a while":
             time.sleep(1.5)
         case "spin":
-            return 9**9**9
+            # Type checkers compute a literal 9**9**9, too.
+            return pow(9, 9**9)
         case "give up":
             raise GaveUp("too_difficult")
         case "be killed":
