@@ -10,14 +10,15 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 # A worker runs whole files, the longest first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
-UNITS := $(PYTEST) -n 2 -m "not full and not slow and not gpu" tests/test_architecture.py tests/unit tests/contract
-SERVICES := $(PYTEST) -n 2 $(BY_FILE) -m "not full and not slow and not gpu" tests/integration tests/chaos
+PART := units services
+units := $(PYTEST) -n 2 -m "not full and not slow and not gpu" tests/test_architecture.py tests/unit tests/contract
+services := $(PYTEST) -n 2 $(BY_FILE) -m "not full and not slow and not gpu" tests/integration tests/chaos
 # After pytest: status 1 where tests have failed. Where not all of them ran, nothing is left to run again.
 NOTE := { status=$$?; [ $$status -eq 1 ] || { rm -f .pytest_cache/v/cache/lastfailed; exit $$status; }; }
 RESULTS := benchmarks/results/$(if $(shell grep -s GenuineIntel /proc/cpuinfo),intel,amd)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm quickstart pipeline test test-units test-services test-slow test-again test-full test-gpu check-extras check-cuda-wheels check-examples fuzz soak lint format bench clean
+.PHONY: help setup setup-vllm quickstart pipeline test test-slow test-again test-full test-gpu check-extras check-cuda-wheels check-examples fuzz soak lint format bench clean
 
 help: ## List the chores.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -45,14 +46,8 @@ quickstart: $(RUNS) ## Build a tiny model and improve it with PPO on real servic
 pipeline: $(RUNS) ## SFT, a reward model and PPO from raw dialogues (DATA=FILE, else downloaded): 20 minutes on 2 cores.
 	$(BIN)/python -m deploy.pipeline $(if $(DATA),--data '$(DATA)')
 
-test: setup ## Run the tests that belong to every change and are quick, without a GPU.
-	@status=0; set -x; $(UNITS) || $(NOTE); $(SERVICES) || $(NOTE); exit $$status
-
-test-units: setup ## Run those of them that are unit and contract tests.
-	@status=0; set -x; $(UNITS) || $(NOTE); exit $$status
-
-test-services: setup ## Run those of them that start services, none of which needs vLLM.
-	@status=0; set -x; $(SERVICES) || $(NOTE); exit $$status
+test: setup ## Run the tests that belong to every change and are quick, without a GPU (PART=units or services: half).
+	@status=0; set -x; $(foreach part,$(PART),$($(part)) || $(NOTE);) exit $$status
 
 # These often wait, for deadlines and for each other: three at a time keep two cores busy.
 test-slow: setup ## Run the rest of what belongs to every change: minutes of real services.
