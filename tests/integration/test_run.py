@@ -451,8 +451,8 @@ def test_the_controller_holds_only_prompts_text_rows_and_the_floats_it_computes_
 
 
 def allowed_bytes(config: Config, data: PromptData, line: dict[str, float]) -> float:
-    """Bytes allowed in a step: prompts to the actor, text rows to the reward and its scores back, and per response
-    token three floats in and two out."""
+    """Bytes allowed in a step: prompts to the actor, text rows with their numbers of tokens to the reward and its scores
+    back, and per response token three floats in and two out."""
     samples = config.rollout.samples_per_prompt
     count = config.data.prompts_per_step
     rows = Loader(data.sizes, [1.0], config.run.seed).take(int(line["step"]) * count)[-count:]
@@ -460,7 +460,7 @@ def allowed_bytes(config: Config, data: PromptData, line: dict[str, float]) -> f
     rest = sum(len(data[row].ground_truth) + len(data[row].metadata) for row in rows) * samples
     tokens = line["response/length_mean"] * len(rows) * samples
     response = tokens  # characters are tokens here, and the end of a sequence has none
-    return 2 * prompt + 2 * response + rest + 8 * len(rows) * samples + (3 + 2) * 4 * tokens
+    return 2 * prompt + 2 * response + rest + (8 + 8) * len(rows) * samples + (3 + 2) * 4 * tokens
 
 
 def test_a_second_controller_takes_the_services_over_when_told_to_and_the_first_ends_with_one_line(

@@ -114,7 +114,7 @@ def test_an_actor_without_a_tokenizer_is_the_service_that_is_named(
         main._worker_class(worker, table)(table, Ranks(0, 1, 0))
 
     monkeypatch.setattr(main, "_serve", load)
-    monkeypatch.setattr(main, "_die_with_launcher", lambda: None)
+    monkeypatch.setattr(main, "ends_with", lambda parent: True)
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(sys, "argv", ["actor", "--config", str(config)])
     with pytest.raises(SystemExit) as ended:
