@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +112,20 @@ def _check_tokenizers(config: Config) -> None:
             own, expected = read.get(path), read.get(models[actor])
             if not own or not expected or own == expected:
                 continue
-            token, _ = min(own.items() ^ expected.items())
-            raise ConfigError(
-                f"services.{name}.model: its tokenizer is not that of services.{actor}: token {token!r} is "
-                f"{own.get(token, 'none')} there, and {expected.get(token, 'none')} in {models[actor]}"
-            )
+            ids = {t: (own.get(t, -1), expected.get(t, -1)) for t in own.keys() | expected.keys()}
+            differing = [t for t, (a, b) in ids.items() if a != b and None not in (a, b)]
+            if differing:
+                token = min(differing)
+                raise ConfigError(
+                    f"services.{name}.model: its tokenizer is not that of services.{actor}: token {token!r} is "
+                    f"{own.get(token, 'none')} there, and {expected.get(token, 'none')} in {models[actor]}"
+                )
 
 
-def _token_ids(model: Path) -> dict[str, int]:
-    """Reads the id of each token from tokenizer.json and tokenizer_config.json of a model directory. Returns an empty
-    dictionary where one cannot be read."""
+def _token_ids(model: Path) -> dict[str, int | None]:
+    """Reads the id of each token from the tokenizer's files in a model directory; None for what they name without an
+    id, which may be a special token that gets one when the tokenizer is loaded. Returns an empty dictionary where
+    tokenizer.json or tokenizer_config.json cannot be read."""
     try:
         tables: Any = json.loads((model / "tokenizer.json").read_text())
         config: Any = json.loads((model / "tokenizer_config.json").read_text())
@@ -128,10 +133,21 @@ def _token_ids(model: Path) -> dict[str, int]:
         # A Unigram model lists its tokens with scores, in the order of their ids.
         ids = known if isinstance(known, dict) else {token: i for i, (token, _) in enumerate(known)}
         added = {each["content"]: each["id"] for each in tables.get("added_tokens", ())}
-        named = {each["content"]: int(i) for i, each in config.get("added_tokens_decoder", {}).items()}
-        return {**ids, **added, **named}
+        numbered = {each["content"]: int(i) for i, each in config.get("added_tokens_decoder", {}).items()}
+        further = [model / name for name in ("special_tokens_map.json", "added_tokens.json")]
+        named = _texts([config, *(json.loads(file.read_text()) for file in further if file.is_file())])
+        return {**dict.fromkeys(named), **ids, **added, **numbered}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields all texts in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.items() if isinstance(value, dict) else value:
+            yield from _texts(list(each) if isinstance(each, tuple) else each)
 
 
 def check_listening(config: Config) -> None:

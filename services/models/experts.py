@@ -51,8 +51,11 @@ class ExpertNames:
         """
         layer, names = self._layer(name)
         experts: list[list[Any]] = []
-        while names and f"{layer}.{len(experts)}.{names[0]}.weight" in files:
-            experts.append([files[f"{layer}.{len(experts)}.{each}.weight"] for each in names])
+        while names:
+            parts = [files.get(f"{layer}.{len(experts)}.{each}.weight") for each in names]
+            if None in parts:
+                break
+            experts.append(parts)
         return StackedExperts(experts) if experts else None
 
     def _layer(self, name: str) -> tuple[str, tuple[str, ...]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.models.experts import EXPERTS, StackedExperts
@@ -62,3 +62,14 @@ def test_what_is_written_expert_by_expert_is_read_back(kind: str, tmp_path: Path
             found = WeightShard.of_whole(torch.zeros_like(x))
             reader.fill(name, found)
             assert torch.equal(found.tensor, x)
+
+
+def test_a_file_that_lacks_a_matrix_of_an_expert_lacks_the_tensor(tmp_path: Path) -> None:
+    whole = torch.randn(4, 6, 3)
+    stored = EXPERTS["qwen3_moe"].stored(NAMES[0], whole)
+    del stored["layers.0.mlp.experts.3.up_proj.weight"]
+    save_file({name: x.clone() for name, x in stored.items()}, tmp_path / "model.safetensors")
+    with WeightsReader(tmp_path) as reader:
+        assert not reader.holds(NAMES[0], (4, 6, 3))
+        with pytest.raises(ValueError, match=r"gate_up_proj as \[3, 6, 3\], expected \[4, 6, 3\]"):
+            reader.fill(NAMES[0], WeightShard.of_whole(torch.zeros_like(whole)))

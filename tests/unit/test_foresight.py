@@ -100,3 +100,9 @@ def test_a_model_with_another_tokenizer_than_the_actor_is_refused_before_anythin
         r"there, and none in \S+/actor$",
     ):
         check(more)
+    # A special token may be named without an id; it gets one where the tokenizer is loaded, as in "more".
+    (actor / "tokenizer_config.json").write_text(json.dumps({"extra_special_tokens": ["think"]}))
+    check(more)
+    (actor / "tokenizer_config.json").write_text("{}")
+    (actor / "special_tokens_map.json").write_text(json.dumps({"pad_token": {"content": "think"}}))
+    check(more)

@@ -221,7 +221,10 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, L
         ValueError: a target is missing, is not linear, or is tied to another weight.
     """
     tied = _tied_names(model)
-    inject_adapter_in_model(_config(options), model, _NAME, low_cpu_mem_usage=True)
+    config = _config(options)
+    config.target_modules = _targets(model, options.target_modules)
+    # Given a mixture of experts itself, peft would also adapt experts and router, which are no linear layers.
+    inject_adapter_in_model(config, nn.ModuleDict({"model": model}), _NAME, low_cpu_mem_usage=True)
     layers = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
@@ -236,6 +239,19 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, L
             adapter.to(torch.promote_types(layer.weight.dtype, torch.float32))
     model.eval()
     return layers
+
+
+def _targets(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
+    """Returns the names, or ends of names, of the layers that get an adapter. Raises ValueError for one that no layer
+    has."""
+    names = dict(model.named_modules())
+    if targets == "all-linear":
+        output = model.get_output_embeddings()
+        return [name for name, x in names.items() if isinstance(x, nn.Linear) and x is not output]
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            raise ValueError(f"lora.target_modules: the model has no linear layer {target}")
+    return list(targets)
 
 
 @torch.no_grad()
