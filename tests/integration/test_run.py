@@ -451,8 +451,8 @@ def test_the_controller_holds_only_prompts_text_rows_and_the_floats_it_computes_
 
 
 def allowed_bytes(config: Config, data: PromptData, line: dict[str, float]) -> float:
-    """Bytes allowed in a step: prompts to the actor, text rows with their numbers of tokens to the reward and its scores
-    back, and per response token three floats in and two out."""
+    """Bytes allowed in a step: prompts to the actor, text rows with their numbers of tokens to the reward and its
+    scores back, and per response token three floats in and two out."""
     samples = config.rollout.samples_per_prompt
     count = config.data.prompts_per_step
     rows = Loader(data.sizes, [1.0], config.run.seed).take(int(line["step"]) * count)[-count:]
