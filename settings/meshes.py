@@ -114,8 +114,8 @@ def check_generation(text: str, mesh: str) -> None:
 
 
 def check_sequence_parallel(ranks: int, shape: Shape) -> None:
-    """Checks that `ranks` ranks that divide the tokens of a row can divide the attention heads of a model: they divide
-    the heads of queries, and they divide the heads of keys and values or are a multiple of these.
+    """Checks that the attention heads of a model can be sharded over a sequence-parallel group of `ranks` ranks: this
+    number has to divide the heads of queries, and to divide the heads of keys and values or be a multiple of them.
 
     Raises:
         ValueError: They cannot; the text says why, and lists the numbers of ranks that can.

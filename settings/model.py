@@ -109,9 +109,9 @@ class ModelTable(LoadedModelTable):
     """Maximum number of tokens in one forward pass of a rank, which bounds memory whatever the size of the batch. On
     a CPU with matmul library oneDNN, engine 3d uses at most 2,048, or the length of the longest row."""
     sequence_parallel: Positive = 1
-    """For engine fsdp: number of consecutive ranks that have the same rows and divide the tokens of each micro-batch
-    among themselves (DeepSpeed-Ulysses), so that a row may have `sequence_parallel` times `micro_batch_tokens` tokens.
-    Divides `ranks` and the attention heads of the model; needs `packing`. See docs/engines.md#sequence-parallelism."""
+    """For engine fsdp: size of the groups of consecutive ranks that have the same rows and shard the tokens of each
+    micro-batch (DeepSpeed-Ulysses), so that a row may have up to `sequence_parallel * micro_batch_tokens` tokens. Must
+    divide `ranks` and the attention heads of the model; needs `packing`. See docs/engines.md#sequence-parallelism."""
     packing: bool = True
     """Concatenates the sequences of a micro-batch, so that no padding is computed and `micro_batch_tokens` counts
     real tokens. false pads sequences of similar length to the longest. Models that do not support packing are padded;
@@ -121,14 +121,21 @@ class ModelTable(LoadedModelTable):
     kept. Takes less memory and one more forward pass; results are equal bit by bit."""
 
     @property
+    def training_sizes(self) -> meshes.Sizes:
+        """Pipeline, tensor and data size of training: those of `mesh`, or without a mesh (1, `sequence_parallel`,
+        `ranks / sequence_parallel`), since sequence-parallel ranks have the same rows, as tensor-parallel ones do."""
+        if self.mesh:
+            return meshes.parse(self.mesh)
+        return 1, self.sequence_parallel, self.ranks // self.sequence_parallel
+
+    @property
     def data_ranks(self) -> int:
-        """Number of parts that the rows of an update are divided into: d of `mesh`, or, without a mesh, `ranks` over
-        `sequence_parallel`."""
-        return meshes.parse(self.mesh)[2] if self.mesh else self.ranks // self.sequence_parallel
+        """Number of data-parallel shares that the rows of an update are divided into."""
+        return self.training_sizes[2]
 
     @property
     def token_budget(self) -> int:
-        """Maximum number of tokens of a micro-batch, over the ranks that divide it among themselves."""
+        """Maximum number of tokens of a micro-batch, over all ranks of a sequence-parallel group."""
         return self.micro_batch_tokens * self.sequence_parallel
 
     @property

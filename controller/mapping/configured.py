@@ -67,8 +67,8 @@ def models_of(config: Config, dataflow: Sequence[Call]) -> ConfiguredModels:
 
 def placeable(model: Model) -> Model:
     """Returns a model in the engine that the search chooses meshes for: 3d, but fsdp for adapters, and for rewards the
-    one that they have: whole, or fsdp where they are sharded or learn. A rollout service has none. Plans divide rows
-    over no ranks, so one rank takes micro-batches as long as those of the ranks together."""
+    one that they have: whole, or fsdp where they are sharded or learn. A rollout service has none. Plans
+    have no sequence parallelism, so the token budget of a rank is that of a whole group."""
     use = model.use
     use = replace(use, micro_batch_tokens=use.token_budget, sequence_parallel=1)
     if use.engine == "none":

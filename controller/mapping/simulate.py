@@ -80,7 +80,7 @@ class MicroBatchTimes:
 
     Attributes:
         compute: Matrix products.
-        tensor: All-reduces over the tensor-parallel ranks, and all-to-alls of ranks that divide tokens.
+        tensor: All-reduces over the tensor-parallel ranks, and all-to-alls of sequence parallelism.
         gather: All-gather of sharded weights, which overlaps with computation.
         hand_over: Sending hidden states to the next stage.
         launches: Starting kernels.
@@ -133,8 +133,8 @@ def micro_batch(use: ModelUse, site: Site, rows: float, workload: Workload) -> M
 
 
 def _exchange_s(use: ModelUse, site: Site, tokens: float) -> float:
-    """Returns the seconds of the two all-to-alls of a layer, of queries, keys and values and of the attention's output,
-    among ranks that divide `tokens` tokens among themselves; 0 where each has its own."""
+    """Returns the seconds of the two all-to-alls of a layer with sequence parallelism, of queries, keys and values and
+    of the attention's output, for `tokens` tokens of a group; 0 without it."""
     parts, shape = use.sequence_parallel, use.shape
     nbytes = tokens / parts * 2 * (shape.query + shape.key) * use.itemsize
     return site.all_gather(nbytes, parts, parts, pieces=2) if parts > 1 else 0.0

@@ -35,6 +35,7 @@ from nccl_transfer.refs.wire_ranks import endpoint_to_proto, mesh_to_proto
 from rlhf.contract import group_methods
 from rlhf.v1 import worker_pb2
 from settings.meshes import generation_sizes, parse
+from settings.model import ModelTable
 from settings.reward import RewardTable
 from settings.service import ServiceTable
 
@@ -240,13 +241,12 @@ def _service(
 
 def _mesh(table: ServiceTable) -> Mesh:
     """Returns the mesh of a service's ranks; all are data ranks where the table has none."""
-    training = getattr(table, "mesh", "")
-    generation = generation_sizes(getattr(table, "generation_mesh", ""), training)
-    if not training:
-        sequence = getattr(table, "sequence_parallel", 1)
-        data = table.ranks // sequence
-        return Mesh(1, sequence, data, *generation, usual_order=generation != (1, sequence))
-    return Mesh(*parse(training), *generation)
+    mesh = getattr(table, "mesh", "")
+    training = parse(mesh) if mesh else (1, 1, table.ranks)
+    if isinstance(table, ModelTable):
+        training = table.training_sizes
+    generation = generation_sizes(getattr(table, "generation_mesh", ""), mesh)
+    return Mesh(*training, *generation, usual_order=not mesh and generation != training[:2])
 
 
 def input_form(table: ServiceTable) -> Any:

@@ -16,8 +16,8 @@ class Mesh:
     generation replica are contiguous, tensor ranks innermost, as inference engines require; where the two meshes are
     equal this is the usual order of Megatron: tensor index r % t, stage r // t % p.
 
-    Ranks without model parallelism in training (p = 1, and t ranks that have the same rows and divide their tokens
-    among themselves) may generate on any pg and tg whose product divides t d, in the usual order.
+    Ranks without model parallelism in training (p = 1, and t is the size of the sequence-parallel groups) may generate
+    on any pg and tg whose product divides t d, in the usual order.
 
     Args:
         pipeline, tensor, data: Sizes p, t and d of the training mesh. Default: 1.

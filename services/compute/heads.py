@@ -75,9 +75,14 @@ def dummy_head(raw: Tensor | DeferredLogits, micro_batch: MicroBatch) -> Tensor:
 
 
 def whole_output(output: Output, part: MicroBatch) -> Output:
-    """Returns a head's output for all response tokens of a micro-batch whose tokens several ranks divide among
-    themselves, given its output for the `part` of this rank: the same on each of these ranks, which all compute the
-    same loss from it. Collective over them."""
+    """Returns a head's output for all response tokens of a sequence-parallel micro-batch, given its output for the
+    shard of this rank. The result is the same on all ranks of the group, which all compute the same loss from it.
+    Collective over the group.
+
+    Args:
+        output: output of the head for `part`.
+        part: shard of this rank, `MicroBatch.part`.
+    """
     assert part.packing is not None, "parts are packed"
     assert part.packing.ranks is not None, "several ranks have parts"
     group, mask_BR = part.packing.ranks.group, part.response_mask_BR

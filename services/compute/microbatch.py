@@ -52,9 +52,9 @@ class MicroBatch:
         packing: layout of the packed sequences; None for a padded micro-batch.
         read_N: sorted positions of the packed row that predict a response token. The last layer computes outputs for
             these alone. None for a padded micro-batch, for which it computes all.
-        part: what this rank computes of a packed micro-batch whose tokens several ranks divide among themselves: their
-            tokens as a micro-batch, in which grids have the same shape, and the response tokens that this rank's tokens
-            predict. The layout of the row is then in `part.packing`. None if this rank computes all.
+        part: shard of this rank, if the tokens of a packed micro-batch are sharded over a sequence-parallel group: a
+            micro-batch of this rank's tokens and of the response tokens that they predict, with grids of the same
+            shape. `part.packing` then has the layout of the row. None if this rank computes all tokens.
     """
 
     rows: np.ndarray
@@ -234,7 +234,7 @@ def pack(
         prompts, responses: token ids of all rows of this rank.
         rows: indices of the rows to take, [B] int64.
         mask: whether the policy sampled each response token, bool, in host memory. Default: all.
-        ranks: ranks with the same rows, which divide the tokens among themselves. Default: this rank computes all.
+        ranks: sequence-parallel group over which the tokens are sharded. Default: this rank computes all tokens.
 
     Raises:
         ValueError: a prompt is empty.
@@ -285,13 +285,13 @@ def pack(
 def _shared(
     packed: MicroBatch, predicting_BR: np.ndarray, mask_BR: np.ndarray, ranks: SequenceRanks
 ) -> MicroBatch:
-    """Returns a packed micro-batch with this rank's part of it.
+    """Returns a packed micro-batch with the shard of this rank.
 
     Args:
         packed: micro-batch that one rank would compute.
         predicting_BR: position in the row that predicts each response token.
         mask_BR: True on response tokens.
-        ranks: ranks that divide the tokens among themselves.
+        ranks: sequence-parallel group over which the tokens are sharded.
     """
     assert packed.packing is not None, "the micro-batch is packed"
     device, tokens = packed.input_ids_BT.device, ranks.tokens(packed.input_ids_BT.shape[1])

@@ -120,7 +120,7 @@ class Packing:
         position_ids_1T: position of each token in its sequence; with `ranks`, of each token of this rank.
         groups: groups of consecutive sequences, in order, which are computed together in attention.
         spans: all sequences, for a kernel that computes attention without unpacking the row.
-        ranks: ranks that divide the tokens of the row among themselves; None if this rank computes all.
+        ranks: sequence-parallel group over which the tokens of the row are sharded; None if this rank computes all.
     """
 
     position_ids_1T: Tensor
@@ -154,7 +154,7 @@ class Packing:
         return replace(self, position_ids_1T=position_ids_1T, groups=groups, spans=spans)
 
     def shared(self, ranks: SequenceRanks) -> Packing:
-        """Returns the layout of the row for this rank of those that divide its tokens among themselves."""
+        """Returns the layout of a row whose tokens are sharded over a sequence-parallel group, for this rank."""
         return replace(self, position_ids_1T=ranks.own(self.position_ids_1T[0])[None], ranks=ranks)
 
     @property

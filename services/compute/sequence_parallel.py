@@ -1,8 +1,9 @@
 """Sequence parallelism of packed rows (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
 
-The ranks of a group divide the tokens of a packed row among themselves. Each rank computes the layers for its tokens.
-For attention the ranks exchange queries, keys and values by an all-to-all, so that each has all tokens of a part of the
-heads, and exchange the outputs back. So the activations of a row are spread over the ranks.
+The ranks of a sequence-parallel group shard the tokens of a packed row. Each rank computes the layers for its shard.
+Attention is sharded by heads instead: an all-to-all of queries, keys and values gives each rank all tokens for a part
+of the heads, and a second one returns the outputs to the shards of tokens. So the activations of a row are sharded over
+the ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from services.compute.collectives import all_to_all
 
 @dataclass(frozen=True, eq=False)
 class SequenceRanks:
-    """The S ranks that divide the tokens of each packed row among themselves: of a row of T tokens, rank s has those
-    from s * ceil(T / S) on, ceil(T / S) of them, the last ones of which may be padding.
+    """The S ranks of a sequence-parallel group. Of a row of T tokens, rank s has a shard of ceil(T / S) tokens, the
+    first of which is token s * ceil(T / S); the last tokens of a shard may be padding.
 
     Args:
         group: Process group of the ranks, with a backend for the device that they compute on.

@@ -93,13 +93,13 @@ def split(
         rows: indices of the rows to take, [n] int64. Default: all.
         packed: whether micro-batches are packed instead of padded.
         mask: whether the policy sampled each response token; see `pad`. Default: all.
-        ranks: ranks that divide the tokens of each packed micro-batch among themselves. Default: this rank computes
-            all.
+        ranks: sequence-parallel group over which the tokens of packed micro-batches are sharded. Default: this rank
+            computes all tokens.
 
     Raises:
         ValueError: a row is longer than the budget, or its prompt is empty.
     """
-    assert packed or ranks is None, "padded micro-batches are not divided"
+    assert packed or ranks is None, "padded micro-batches are not sharded"
     lengths = prompts.lengths + responses.lengths
     if not packed:
         return [pad(prompts, responses, part, pad_id, mask) for part in cut(lengths, token_budget, rows)]

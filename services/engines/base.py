@@ -176,7 +176,7 @@ class TrainEngine(ABC):
         step_is_atomic: whether a `step` that fails on any rank has changed no weight on any rank.
         sees_outputs: whether this rank has the outputs and statistics; in a pipeline, only the last stage has.
         packs: whether the engine can compute packed micro-batches, besides padded ones.
-        sequence_ranks: ranks that divide the tokens of packed micro-batches among themselves; None for none.
+        sequence_ranks: sequence-parallel group that shards the tokens of packed micro-batches; None for none.
         cached_tokens: tokens of a micro-batch beyond which time per token grows; None if it does not.
         detail: what Describe says of the engine beside its name, such as a stage; empty for nothing.
         generation_shards: how `rollout_weights` cuts the weights; None if it yields whole tensors.

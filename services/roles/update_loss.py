@@ -43,7 +43,7 @@ class LossTermBatch(MicroBatch):
 
     @classmethod
     def of(cls, micro_batch: MicroBatch) -> LossTermBatch:
-        """Returns a micro-batch as one of a loss term's sequences, and so its part."""
+        """Converts a micro-batch, and its `part`, to this class."""
         part = micro_batch.part and cls.of(micro_batch.part)
         return cls(**{**vars(micro_batch), "part": part})
 

@@ -274,16 +274,17 @@ def keep_freed_memory() -> None:
 
 
 def _model_mesh(table: ServiceTable) -> Mesh | None:
-    """Returns the training and generation mesh of a table, in which ranks that divide the tokens of the same rows are
-    tensor ranks; None for a role without a model and where each rank has rows of its own."""
-    if not isinstance(table, ModelTable | RolloutServiceTable):
+    """Returns the training and generation mesh of a table, in which sequence-parallel ranks are tensor ranks; None for
+    a role without a model and where each rank has rows of its own."""
+    if isinstance(table, RolloutServiceTable):
+        return Mesh(*meshes.parse(table.mesh)) if table.mesh else None
+    if not isinstance(table, ModelTable):
         return None
-    sequence = table.sequence_parallel if isinstance(table, ModelTable) else 1
-    training = meshes.parse(table.mesh) if table.mesh else (1, sequence, table.ranks // sequence)
-    if isinstance(table, ActorTable) and (table.mesh or table.generation_mesh or sequence > 1):
+    training, is_divided = table.training_sizes, bool(table.mesh) or table.sequence_parallel > 1
+    if isinstance(table, ActorTable) and (is_divided or table.generation_mesh):
         generation = meshes.generation_sizes(table.generation_mesh, table.mesh)
         return Mesh(*training, *generation, usual_order=not table.mesh or table.transition != "hybridflow")
-    return Mesh(*training) if table.mesh or sequence > 1 else None
+    return Mesh(*training) if is_divided else None
 
 
 async def _run(worker: Worker, name: str) -> None:

@@ -39,8 +39,8 @@ class TokenCounts:
 
 def token_counts(use: ModelUse, rows: RowSizes) -> TokenCounts:
     """Returns the sizes of a rank's largest micro-batch, for rows that are all of the same length and do not share
-    prompts. Of a micro-batch that several ranks divide among themselves: those of the rank that has most of the scored
-    tokens, which attends with a part of the heads, counted as so many tokens of all."""
+    prompts. With sequence parallelism, these are the sizes on the rank with the most scored tokens. A rank computes
+    attention over all tokens for 1/S of the heads; this is counted as 1/S of the tokens for all heads."""
     length = rows.prompt_tokens + rows.response_tokens
     per_rank = -(-rows.rows // (use.row_parts * rows.mini_batches))
     most = max(1, min(use.token_budget // length, per_rank))

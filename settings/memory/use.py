@@ -80,8 +80,8 @@ class ModelUse:
         engine: Training engine; whole: every rank has the whole model and no engine (a reward that only scores); none:
             no engine but that of generation (a rollout service), whose mesh this is.
         mesh: Pipeline, tensor and data size; 1-1-ranks for engines without a mesh.
-        sequence_parallel: For fsdp: data ranks that have the same rows and divide the tokens of each micro-batch among
-            themselves.
+        sequence_parallel: For fsdp: size of the groups of ranks that have the same rows and shard the tokens of each
+            micro-batch.
         shards_over_data: For 3d: whether data ranks shard weights, gradients and moments.
         zero_stage: For zero: its stage.
         offload_optimizer: For zero: whether optimizer state is in host memory.
@@ -129,7 +129,7 @@ class ModelUse:
 
     @property
     def token_budget(self) -> int:
-        """Maximum number of tokens of a micro-batch, over the ranks that divide it among themselves."""
+        """Maximum number of tokens of a micro-batch, over all ranks of a sequence-parallel group."""
         return self.micro_batch_tokens * self.sequence_parallel
 
     @property

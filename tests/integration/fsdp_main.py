@@ -28,8 +28,7 @@ def weights(engine: FSDPEngine) -> dict[str, Tensor]:
 
 
 def micro_batches_of(engine: FSDPEngine, rows: Rows) -> list[MicroBatch]:
-    """Every second row packed; all of them where several ranks divide each micro-batch among themselves, which is then
-    as long as all of a data rank's rows."""
+    """Every second row packed; with sequence parallelism all of them, half of the rows in one micro-batch."""
     if engine.sequence_ranks is None:
         return rows.micro_batches(packs=True)
     found = []

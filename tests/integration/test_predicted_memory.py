@@ -26,7 +26,7 @@ TOLERANCE, TOLERANCE_OF_STAGE_3 = 0.15, 0.25
 MANY, FEW = Rows(5, 32, 17), Rows(1, 4, 3)
 """Rows whose activations are most of an update's memory, and rows whose activations are hardly any of it."""
 DIVIDED = Rows(10, 32, 17)
-"""Rows of which each of two ranks that divide them has as many tokens as of MANY."""
+"""Twice the rows of MANY: each of two sequence-parallel ranks has as many tokens as a rank has with MANY."""
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 1024,

@@ -54,12 +54,12 @@ class FSDPEngine(DataParallelEngine):
         activation_checkpointing: whether a block saves only its input, and is recomputed in the backward pass.
         directory: Hugging Face directory from which each rank reads its shards of a model on the meta device.
         load: function that loaded the model from the directory. `start_over` needs `directory` and `load`.
-        sequence_parallel: number of consecutive ranks that have the same rows and divide the tokens of packed
-            micro-batches among themselves (`services.compute.sequence_parallel`). Above 1, the engine computes packed
-            micro-batches alone, and each with the part of this rank.
+        sequence_parallel: size of the sequence-parallel groups of consecutive ranks, which have the same rows and
+            shard the tokens of packed micro-batches (`services.compute.sequence_parallel`). Above 1, the engine
+            computes only packed micro-batches that have a `part`.
 
     Raises:
-        ValueError: the directory lacks weights, or has them in different shapes; or the model cannot be divided over
+        ValueError: the directory lacks weights, or has them in different shapes; or the model does not support
             `sequence_parallel` ranks.
     """
 
@@ -128,10 +128,10 @@ class FSDPEngine(DataParallelEngine):
         )
 
     def _sequence_ranks(self, size: int) -> SequenceRanks:
-        """Returns the ranks with which this one divides the tokens of its rows: `size` consecutive ones. Collective.
+        """Creates sequence-parallel groups of `size` consecutive ranks; returns that of this rank. Collective.
 
         Raises:
-            ValueError: they cannot divide the model's attention.
+            ValueError: the model is not packed, or its attention heads cannot be sharded over the group.
         """
         if not self.packs:
             raise ValueError(f"sequence_parallel: models of type {self.config.model_type} are not packed")
