@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from services.compute.torch_internals import any_number_of_rows, compiled
+from services.compute.torch_internals import compiled
 
 _in_use = [False]
 
@@ -83,9 +83,8 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 
 
 def _rows(x: Tensor, dimensions: int) -> Tensor:
-    """Returns a contiguous tensor [N, ...] with the last `dimensions` dimensions of `x`, for kernels that are compiled
-    for any N."""
-    return any_number_of_rows(x.reshape(-1, *x.shape[-dimensions:]).contiguous())
+    """Returns a contiguous tensor [N, ...] with the last `dimensions` dimensions of `x`."""
+    return x.reshape(-1, *x.shape[-dimensions:]).contiguous()
 
 
 def _wide(x: Tensor) -> Tensor:

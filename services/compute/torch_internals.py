@@ -45,32 +45,47 @@ def registered_tensors(module: nn.Module) -> Iterator[dict[str, Any]]:
     yield module._buffers
 
 
+TYPICAL_ROWS = 8192
+"""Number of rows that `compiled` generates code for. The code is right for any number."""
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that `torch.compile` compiles when it is first called, and again for each further combination
-    of types and shapes; `any_number_of_rows` leaves the first dimension of an argument open. The same code is made in
-    every process: nothing is chosen by a measurement."""
+    of types and shapes, but once for all sizes of the first dimension. That is the same, N, of all its arguments with
+    more than one dimension.
+
+    The same code is made in every process, whatever N it sees first: nothing is chosen by a measurement, nor by N.
+    """
 
     @cache
     def made() -> Callable[..., Any]:
-        # Only here, since it imports the compiler, which takes a second.
-        from torch._dynamo import config as dynamo
-        from torch._inductor import config as inductor
-
-        # With a pool of processes to compile in, they would outlive a service that is killed.
-        inductor.compile_threads = 1
-        inductor.deterministic = True
-        # Types, sizes of a layer, and modes of autograd, each of which is a combination.
-        dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
-        return torch.compile(function, dynamic=False, fullgraph=True)
+        # Not by setting torch's configuration: it is one per thread, and autograd has threads of its own on a GPU;
+        # and each compilation sets `deterministic` back.
+        compile: Any = torch.compile  # whose overloads omit `recompile_limit`
+        return compile(
+            function,
+            dynamic=False,
+            fullgraph=True,
+            # Types, sizes of a layer, and modes of autograd, each of which is a combination.
+            recompile_limit=64,
+            # With a pool of processes to compile in, they would outlive a service that is killed.
+            options={"compile_threads": 1, "deterministic": True},
+        )
 
     @wraps(function)
     def run(*args: Any) -> Any:
-        return made()(*args)
+        run_compiled = made()  # first, since it imports the compiler, which takes a second
+        return run_compiled(*(_of_any_length(x) if isinstance(x, Tensor) else x for x in args))
 
     return run
 
 
-def any_number_of_rows(x: Tensor) -> Tensor:
-    """Marks the first dimension of a tensor as one that functions of `compiled` are compiled once for; returns it."""
-    torch._dynamo.maybe_mark_dynamic(x, 0)
+def _of_any_length(x: Tensor) -> Tensor:
+    """Returns the same memory as a tensor for which functions of `compiled` are compiled once, whatever it is a view
+    of, whether it has a gradient, and, with more than one dimension, however large the first is."""
+    x = x.detach()
+    if x.ndim > 1:
+        # Unknown, and not only dynamic: blocks and splits of sums would be chosen by the size in the first call, which
+        # differs in a process that was restarted.
+        torch._dynamo.decorators.mark_unbacked(x, 0, hint_override=TYPICAL_ROWS, shape_id="rows")
     return x

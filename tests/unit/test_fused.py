@@ -9,7 +9,9 @@ from typing import Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama
 from unit.test_linear import make
 from unit.test_packing import make_model
@@ -95,6 +97,23 @@ def test_a_forward_pass_has_the_same_bits_with_and_without_gradients() -> None:
     assert all(each.requires_grad for each in learning)
     with torch.no_grad():
         assert all(map(torch.equal, outputs(), learning))
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_kernels_are_compiled_once_for_any_number_of_rows(recomputes: bool) -> None:
+    weight = make(24, seed=1).requires_grad_()
+
+    def layer(x: Tensor) -> Tensor:
+        return fused.rms_norm(fused.gated(x * 2, x), weight, 1e-6)
+
+    def learn(num_rows: int) -> int:
+        x = make(1, num_rows, 24).requires_grad_()
+        y = checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
+        y.sum().backward()
+        return counters["stats"]["unique_graphs"]
+
+    before = learn(7)
+    assert [learn(num_rows) for num_rows in (1, 2, 300, 5000)] == [before] * 4
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
