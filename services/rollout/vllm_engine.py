@@ -104,6 +104,8 @@ def start_engine(
         use_tqdm_on_load=False,
         **table.engine_args,
     )
+    # vLLM sets it for the whole process, training included, by default to float32 without TF32.
+    os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = torch.get_float32_matmul_precision()
     # A process killed during its start may have left some.
     _unlink_shared_memory(identity)
     set_num_threads = torch.set_num_threads

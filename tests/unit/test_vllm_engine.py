@@ -55,6 +55,23 @@ def test_further_arguments_are_given_to_vllm(arguments: Any):
     assert arguments.max_num_batched_tokens == 4096
 
 
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_training_keeps_its_precision_of_matrix_products_in_float32(
+    precision: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
+    from vllm import envs
+
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "medium")
+    torch.set_float32_matmul_precision(precision)
+    try:
+        request.getfixturevalue("arguments")
+        # vLLM's workers set it for the process when they are made.
+        assert precision == envs.VLLM_FLOAT32_MATMUL_PRECISION
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest(tmp_path: Path):
     from services.rollout.vllm_engine import start_engine
 
