@@ -47,7 +47,9 @@ def outputs_and_gradients(experts: Any, device: torch.device, dtype: torch.dtype
         torch.randn(TOKENS, SIZES["hidden_size"], generator=generator).bfloat16().to(device, dtype)
         for _ in range(2)
     )
-    routed_TK = torch.tensor(USED)[torch.rand(TOKENS, len(USED), generator=generator).argsort(1)[:, :PER_TOKEN]]
+    routed_TK = torch.tensor(USED)[
+        torch.rand(TOKENS, len(USED), generator=generator).argsort(1)[:, :PER_TOKEN]
+    ]
     weights_TK = torch.rand(TOKENS, PER_TOKEN, generator=generator).bfloat16().to(device, dtype)
     leaves = hidden_TH.requires_grad_(), weights_TK.requires_grad_(), *experts.parameters()
     with deterministic_kernels(device):

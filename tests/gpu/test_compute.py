@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from packed_rows import FEW, RowShapes
 from torch import Tensor, nn
 
@@ -15,9 +17,11 @@ from services.compute.copies import copy_together
 from services.compute.layers import why_not_fused
 from services.compute.microbatch import pack
 from services.compute.packing import attend
+from services.compute.sequence_parallel import SequenceRanks
 from services.engines import snapshots
 from services.engines.deterministic import deterministic_kernels
 from services.engines.snapshots import SnapshotMemory
+from services.testing.single_rank import single_rank
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -33,12 +37,20 @@ def gpu() -> torch.device:
     return torch.device("cuda", 0)
 
 
-def attended(gpu: torch.device, shapes: RowShapes, *, kernel: bool, window: int | None) -> list[Tensor]:
+def attended(
+    gpu: torch.device,
+    shapes: RowShapes,
+    *,
+    kernel: bool,
+    window: int | None,
+    ranks: SequenceRanks | None = None,
+) -> list[Tensor]:
     """Output and gradients of queries, keys and values, in bfloat16."""
-    micro_batch = pack(*shapes.columns(), np.arange(len(shapes.prompts))).to(gpu)
-    assert micro_batch.packing is not None
+    micro_batch = pack(*shapes.columns(), np.arange(len(shapes.prompts)), ranks=ranks).to(gpu)
+    own = micro_batch.part or micro_batch
+    assert own.packing is not None
     torch.manual_seed(1)
-    tokens = micro_batch.input_ids_BT.shape[1]
+    tokens = own.input_ids_BT.shape[1]
     options: Any = {"device": gpu, "dtype": torch.bfloat16}
     inputs = [
         torch.randn(1, n, tokens, DIM, **options).requires_grad_() for n in (HEADS, KEY_HEADS, KEY_HEADS)
@@ -49,7 +61,7 @@ def attended(gpu: torch.device, shapes: RowShapes, *, kernel: bool, window: int 
         if not kernel:
             patch.setattr(packing, "has_kernel", lambda query: False)
         query, key, value = inputs
-        how: Any = {"packing": micro_batch.packing, "sliding_window": window, "scaling": 0.1, "dropout": 0.0}
+        how: Any = {"packing": own.packing, "sliding_window": window, "scaling": 0.1, "dropout": 0.0}
         output, _ = attend(module, query, key, value, None, **how)
         (output * weights).sum().backward()
     return [output.detach(), *(x.grad for x in inputs if x.grad is not None)]
@@ -69,6 +81,18 @@ def test_the_kernel_has_the_numbers_of_the_gather_path(
 def test_its_gradient_has_the_same_bits_each_time(gpu: torch.device, kernel: bool) -> None:
     first, second = (attended(gpu, LONG, kernel=kernel, window=None) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_tokens_that_are_exchanged_for_heads_over_nccl_have_the_same_bits(
+    gpu: torch.device, window: int | None, tmp_path: Path
+) -> None:
+    """As one rank that sends to itself; tests/gpu/test_two_gpus.py has two."""
+    alone = attended(gpu, LONG, kernel=True, window=window)
+    with single_rank(gpu, tmp_path):
+        assert dist.group.WORLD is not None
+        found = attended(gpu, LONG, kernel=True, window=window, ranks=SequenceRanks(dist.group.WORLD))
+    assert all(map(torch.equal, found, alone))
 
 
 @pytest.mark.parametrize("has_room", [True, False])

@@ -128,7 +128,7 @@ def test_rows_that_end_at_stop_strings_leave_nothing_behind(
     load(actor)
     first = sample(actor[1], task)
     texts = [spell([first.responses.row(row).tolist()])[0][row % 8 + 1] for row in range(task.prompts.rows)]
-    stopped = sample(actor[1], task, replace(SAMPLING, stop=StopStrings(texts, spell)))
+    stopped = sample(actor[1], task, replace(SAMPLING, stop=StopStrings(tuple(texts), spell)))
     assert max(stopped.responses.lengths) <= 9
     assert set(stopped.finish_reasons) == {"stop"}
     assert same(sample(actor[1], task), first)

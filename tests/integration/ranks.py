@@ -29,8 +29,9 @@ def launch(
     *arguments: Any,
     deadline_s: float,
     environment: Mapping[str, str] | None = None,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Calls the `main` of a module with the arguments in every rank: in one thread, and in a gloo group of all ranks.
+    """Calls the `main` of a module with the arguments in every rank: in one thread, and in a group of all ranks.
 
     Ranks are forked from a server that has imported the engines once, as imports are most of what ranks of tiny models
     do. So they have the environment that the server was started in, and on all of them sets have the same order.
@@ -39,6 +40,8 @@ def launch(
         arguments: Anything that can be pickled.
         deadline_s: For all ranks to end.
         environment: Variables that are read when a process starts: ranks are fresh processes, which have them.
+        backend: Of the process group. With NCCL in it, the GPU of a rank's number is its current device, and
+            `environment` must be given: a process that was forked may not be able to use CUDA.
 
     Returns:
         What each rank returned, as it comes out of JSON.
@@ -52,7 +55,7 @@ def launch(
         ranks: list[BaseProcess] = [
             context.Process(
                 target=_run,
-                args=(rank, num_ranks, directory, module, arguments, _Output()),
+                args=(rank, num_ranks, directory, backend, module, arguments, _Output()),
                 name=f"rank {rank} of {module}",
             )
             for rank in range(num_ranks)
@@ -117,7 +120,13 @@ def _wait(ranks: list[BaseProcess], deadline: float) -> None:
 
 
 def _run(
-    rank: int, num_ranks: int, directory: Path, module: str, arguments: tuple[Any, ...], _: None
+    rank: int,
+    num_ranks: int,
+    directory: Path,
+    backend: str,
+    module: str,
+    arguments: tuple[Any, ...],
+    _: None,
 ) -> None:
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     (main_module,) = import_uncollected(module)
@@ -126,7 +135,9 @@ def _run(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=num_ranks)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=num_ranks)
     _report(directory, rank).write_text(json.dumps(main_module.main(*arguments)))
     # One that ends early would fail those that still talk to it.
     dist.barrier()

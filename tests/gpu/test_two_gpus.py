@@ -1,0 +1,30 @@
+"""Engine fsdp over NCCL: ranks on two GPUs that shard the tokens of each row, or have rows of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from integration.divided_rows import *  # noqa: F403 - the tests
+from integration.divided_rows import Reports, save_models
+from integration.ranks import launch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    if not torch.cuda.is_available():
+        pytest.fail("`-m gpu` asks for a GPU, and torch finds none")
+    if (count := torch.cuda.device_count()) < 2:
+        pytest.skip(f"needs two GPUs, this host shows {count}")
+    models = save_models(tmp_path_factory.mktemp("models"))
+    return launch(
+        "integration.divided_rows_main",
+        2,
+        models,
+        True,
+        deadline_s=250,
+        environment={},
+        backend="cpu:gloo,cuda:nccl",
+    )
