@@ -13,6 +13,9 @@ from services.compute import fused
 from services.compute.norms import speed_up_norms
 from services.compute.transformers_internals import Rotation, replace_rotation, rotation_of
 
+LARGEST_ERROR = 1e-2
+"""Largest norm of the difference between a tensor with and without the kernels, over its norm: both with TF32."""
+
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _MLPS = {f"{family}MLP" for family in _FAMILIES}
 _ATTENTIONS = {f"{family}Attention" for family in _FAMILIES}
@@ -53,7 +56,9 @@ def why_not_fused(device: torch.device) -> str:
     cached them. They are not in use afterwards."""
     try:
         plain, compiled = (_outputs_and_gradients(device, are_fused=each) for each in (False, True))
-        torch.testing.assert_close(compiled, plain, rtol=1e-2, atol=1e-3)
+        # Relative to each tensor, since some gradients are a thousand times smaller than others.
+        if not all((x - y).norm() <= LARGEST_ERROR * y.norm() for x, y in zip(compiled, plain, strict=True)):
+            return "their results are not close to those without them"
     except Exception as error:  # noqa: BLE001 - a compiler fails in many ways
         return str(error).strip().partition("\n")[0] or type(error).__name__
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -169,9 +169,15 @@ def test_they_can_be_used_here_and_are_not_in_use_after_the_check() -> None:
     assert not fused.in_use()
 
 
-def test_wrong_results_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    gated = fused.gated
-    monkeypatch.setattr(fused, "gated", lambda gate, up: gated(gate, up) * 1.1)
+@pytest.mark.parametrize("name", ["_norm", "_norm_gradients", "_gated_gradients", "_rotated_gradients"])
+def test_wrong_results_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(fused, name)
+
+    def wrong(*operands: Any) -> Any:
+        first, *others = right(*operands)
+        return first * 1.1, *others
+
+    monkeypatch.setattr(fused, name, wrong)
     assert "not close" in why_not_fused(CPU)
     assert not fused.in_use()
 
