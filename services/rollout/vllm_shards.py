@@ -49,7 +49,7 @@ def load_parts(model: nn.Module, layouts: Mapping[str, Layout], parts: Iterable[
             Shards are kept only until all shards of their module are there.
 
     Raises:
-        ValueError: A shard belongs to no parameter, or a parameter's shard is missing.
+        ValueError: A shard belongs to no parameter, or has another shape, or a parameter's shard is missing.
     """
     modules = [
         _Module(module, sources)
@@ -96,9 +96,15 @@ def _fill(module: _Module, parts: Mapping[str, Tensor]) -> None:
         parameter = getattr(module.module, kind)
         if parameter.shape == fused.shape:
             parameter.copy_(fused)
-        else:
+        elif not parameter.numel():
             # On a CPU, vLLM keeps only the packed form of a weight.
             setattr(module.module, kind, nn.Parameter(fused, requires_grad=False))
+        else:
+            # Not replaced: CUDA graphs would go on reading the memory of the old one.
+            raise ValueError(
+                f"{' + '.join(names)}: this rank's shard has shape {list(fused.shape)}, in vLLM it has "
+                f"{list(parameter.shape)}"
+            )
     repack = getattr(getattr(module.module, "quant_method", None), "process_weights_after_loading", None)
     if repack is not None:
         repack(module.module)
