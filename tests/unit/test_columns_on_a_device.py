@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from packed_rows import RowShapes
 from pretend_device import DEVICE, Copy, Log, pretending
 from unit.one_rank import NEW_TOKENS, SCHEDULE, OneRank
 
-from services.compute.microbatch import MicroBatch
+from services.compute.microbatch import MicroBatch, pack, to_device
+from services.compute.sequence_parallel import SequenceRanks
 from services.engines.three_d.engine import ThreeDParallelEngine
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -138,3 +141,18 @@ def test_a_planted_copy_on_the_way_is_seen(
     log.clear()
     ranks.values()
     assert len(columns_among(log.to_host)) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_shard_of_a_row_goes_to_the_device_in_one_copy(rank: int) -> None:
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: rank)
+    shapes = RowShapes([0, 0, 1], [5, 3], [4, 1, 6])
+    micro_batch = pack(*shapes.columns(), np.arange(3), ranks=SequenceRanks(group))
+    with pretending() as log:
+        (moved,) = to_device([micro_batch], DEVICE)
+        assert moved.part is not None
+        assert {x.device for x in moved.tensors()} == {DEVICE}
+        assert (len(log.to_device), log.to_host, log.waits) == (1, [], [])
+        # What a head and the loss read of it.
+        moved.grid(moved.collect(moved.part.response_mask_BR.float()))
+        assert (len(log.to_device), log.to_host, log.waits) == (1, [], [])
