@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from python_path import python_path
 
 from integration.harness import free_ports
 
@@ -108,7 +109,7 @@ class Host:
             **os.environ,
             "TMPDIR": str(self.directory),
             "FAKE_FLAGS": json.dumps(self.flags),
-            "PYTHONPATH": str(HERE),
+            "PYTHONPATH": python_path(HERE),
         }
 
 
