@@ -175,11 +175,13 @@ def check_health(address: str) -> None:
 
 @main.command()
 @_config_argument
+@set_option
 @_host_option
 @click.pass_obj
-def down(launcher: LaunchOptions, config: Path, host: str | None) -> None:
-    """Stop what `up` of CONFIG started on this host, and return when it is gone."""
-    deployment = state.find(config, host)
+def down(launcher: LaunchOptions, config: Path, settings: tuple[str, ...], host: str | None) -> None:
+    """Stop what `up` of CONFIG started on this host, and return when it is gone. --set, where it is given, has to be as
+    it was for `up`."""
+    deployment = _deployment(config, settings, host)
     if deployment is None:
         click.echo(f"{config}: nothing is up")
     elif state.stop(deployment, launcher.grace_s):
@@ -240,13 +242,17 @@ def check(
 @main.command()
 @_config_argument
 @click.argument("service", required=False)
+@set_option
 @_host_option
 @click.option("--follow", "-f", is_flag=True, help="Keep printing new lines until Ctrl-C.")
-def logs(config: Path, service: str | None, host: str | None, follow: bool) -> None:
-    """Show the log of SERVICE, or without it the logs of all services of CONFIG that have one."""
-    deployment = state.find(config, host)
+def logs(
+    config: Path, service: str | None, settings: tuple[str, ...], host: str | None, follow: bool
+) -> None:
+    """Show the log of SERVICE, or without it the logs of all services of CONFIG that have one. --set, where it is
+    given, has to be as it was for `up`."""
+    deployment = _deployment(config, settings, host)
     directory = Path(deployment.log_dir) if deployment else _log_dir(config, host or "")
-    services = load(config, deployment.settings if deployment else ()).services
+    services = load(config, deployment.settings if deployment else settings).services
     if service is not None and service not in services:
         raise ConfigError(f"no service {service!r}; there are: {', '.join(services)}")
     # Those of each of several hosts are in a directory of their own.
@@ -265,11 +271,13 @@ def logs(config: Path, service: str | None, host: str | None, follow: bool) -> N
 @main.command("stacks")
 @_config_argument
 @click.argument("service", required=False)
+@set_option
 @_host_option
-def show_stacks(config: Path, service: str | None, host: str | None) -> None:
+def show_stacks(config: Path, service: str | None, settings: tuple[str, ...], host: str | None) -> None:
     """Show where each rank of SERVICE, or without it of all services that `up` of CONFIG started on this host, is: the
-    stacks of its threads and tasks, which it prints into its log. It goes on."""
-    deployment = state.find(config, host)
+    stacks of its threads and tasks, which it prints into its log. It goes on. --set, where it is given, has to be as it
+    was for `up`."""
+    deployment = _deployment(config, settings, host)
     if deployment is None:
         raise RlhfError(f"{config}: nothing is up")
     ranks = running_ranks(deployment)
@@ -309,6 +317,16 @@ def _load(path: Path, settings: tuple[str, ...]) -> Config:
     config = load(path, settings)
     adopt(config.security.load())
     return config
+
+
+def _deployment(config: Path, settings: tuple[str, ...], host: str | None) -> Deployment | None:
+    """Finds the deployment of a config as `state.find` does. Raises ConfigError if settings are given and it was
+    started with others."""
+    deployment = state.find(config, host)
+    if deployment and settings and set(settings) != set(deployment.settings):
+        started = f"with {_flags(deployment.settings)}" if deployment.settings else "without --set"
+        raise ConfigError(f"{config} was started {started}; give the same, or leave out --set")
+    return deployment
 
 
 def _log_dir(config: Path, host: str) -> Path:
