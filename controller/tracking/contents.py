@@ -55,7 +55,7 @@ class RunContents:
         if not run_dir.is_dir():
             raise ConfigError(f"run directory {run_dir}: no such directory")
         config = next((path for name in CONFIG_FILES if (path := run_dir / name).is_file()), None)
-        if not figures and not config and not (run_dir / METRICS_FILE).is_file():
+        if figures is None and not config and not (run_dir / METRICS_FILE).is_file():
             raise ConfigError(f"run directory {run_dir}: it has neither {METRICS_FILE} nor {CONFIG_FILES[0]}")
         return RunContents(
             name=run_dir.resolve().name,
