@@ -49,7 +49,7 @@ def test_every_option_says_what_it_is_and_what_it_is_by_default(name: str) -> No
         if option.is_flag:
             continue
         assert option.metavar or isinstance(option.type, click.Choice), f"{option.name} has no metavar"
-        if option.default not in (None, "", (), click.core.UNSET):
+        if option.to_info_dict()["default"] not in (None, "", ()):
             assert option.show_default or "Default: " in option.help, f"{option.name} hides its default"
 
 
