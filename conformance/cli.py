@@ -18,7 +18,7 @@ from conformance.reward import check_rules
 from conformance.row_checks import MIB
 from conformance.target import RewardTarget, Row
 from rlhf.errors import ConfigError
-from settings.commands import errors_shown, write_file
+from settings.commands import address_given, errors_shown, write_file
 from settings.security import security_option
 
 STYLES = {
@@ -44,15 +44,16 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--target", required=True, metavar="HOST:PORT", help="The server.")
+@click.option("--target", required=True, metavar="HOST:PORT", callback=address_given,
+              help="The server.")  # fmt: skip
 @click.option("--rows", type=click.Path(path_type=Path), metavar="FILE",
-              help="JSONL rows to probe with: prompt, response, ground_truth, any further fields.")  # fmt: skip
+              help="JSONL rows to probe with: prompt, response, ground_truth, others. Default: sums.")  # fmt: skip
 @click.option("--deadline", "deadline_s", type=click.FloatRange(0.1, 3600), default=10.0, show_default=True,
-              help="Seconds a call may take.")  # fmt: skip
+              metavar="N", help="Seconds that a call may take.")  # fmt: skip
 @click.option("--many", "num_rows", type=click.IntRange(1, 1_000_000), default=4000, show_default=True,
-              help="Rows of the largest call; lower it if a row is expensive to score.")  # fmt: skip
+              metavar="N", help="Rows of the largest call; lower it if a row is expensive to score.")  # fmt: skip
 @click.option("--max-message", "max_mib", type=click.IntRange(1, 512), default=32, show_default=True,
-              help="Size in MiB of the largest message.")  # fmt: skip
+              metavar="N", help="Size in MiB of the largest message.")  # fmt: skip
 @click.option(
     "--json",
     "json_path",
@@ -89,7 +90,11 @@ def read_rows(path: Path) -> list[Row]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
         rows = [_row(json.loads(line)) for line in lines if line.strip()]
-    except (OSError, ValueError, TypeError, AttributeError, json_format.ParseError) as error:
+    except OSError as error:
+        raise ConfigError(f"--rows {path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--rows {path}: not JSONL: {error.msg}: {error.doc[:40]!r}") from None
+    except (ValueError, TypeError, AttributeError, json_format.ParseError) as error:
         raise ConfigError(f"--rows {path}: {error}") from error
     if len(rows) < 2:
         raise ConfigError(f"--rows {path}: {len(rows)} rows; two are needed to see their order")

@@ -23,7 +23,7 @@ from controller.plan import Plan
 from controller.quickstart import build_quickstart, load_quickstart
 from controller.tracking.report import write_report
 from controller.training.algorithm import Algorithm
-from rlhf.errors import ConfigError, RlhfError
+from rlhf.errors import ConfigError
 from rlhf.stacks import dump_on_signal
 from settings.commands import errors_shown, set_option
 
@@ -31,11 +31,8 @@ from settings.commands import errors_shown, set_option
 def _write_report(context: click.Context, option: click.Parameter, directory: str | None) -> None:
     if directory is None:
         return
-    try:
+    with errors_shown():
         click.echo(f"report: {write_report(Path(directory))}")
-    except RlhfError as error:
-        click.echo(f"error: {error}", err=True)
-        context.exit(1)
     context.exit()
 
 
@@ -47,7 +44,11 @@ def _write_report(context: click.Context, option: click.Parameter, directory: st
     help=f"{', '.join(algorithms.known_names())}, or module:function. Required, except with --resume.",
 )
 @click.option(
-    "--config", "config_path", type=click.Path(path_type=Path), help="TOML file. Default: the quickstart."
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="TOML file. Default: the quickstart.",
 )
 @click.option("--launch", is_flag=True, help="Start the services of the config, and stop them at the end.")
 @click.option(
@@ -142,11 +143,30 @@ def main(
 
 @main.command("evaluate")
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--config", "config_path", type=click.Path(path_type=Path), help="TOML file.")
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="TOML file. Default: the config of the checkpoint's run.",
+)
 @click.option("--launch", is_flag=True, help="Start the services of the config, and stop them at the end.")
 @click.option("--take-over", is_flag=True, help="End another run that uses the services.")
-@click.option("--samples", default=0, type=click.IntRange(0), help="Responses per prompt, for pass@k.")
-@click.option("--solved-at", default=1.0, help="Lowest score of a correct response, for pass@k.")
+@click.option(
+    "--samples",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0),
+    metavar="N",
+    help="Responses per prompt, for pass@k; 0 measures no pass@k.",
+)
+@click.option(
+    "--solved-at",
+    default=1.0,
+    show_default=True,
+    metavar="SCORE",
+    help="Lowest score of a correct response, for pass@k.",
+)
 @set_option
 def evaluate_command(
     directory: Path,
@@ -176,11 +196,21 @@ def evaluate_command(
 
 @main.command("export")
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of the model.")
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Default: export_dtype of the service."
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="DIRECTORY",
+    help="Directory of the model.",
 )
-@click.option("--service", default="actor", show_default=True, help="Service whose model is exported.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Type of the weights. Default: export_dtype of the service.",
+)
+@click.option(
+    "--service", default="actor", show_default=True, metavar="NAME", help="Service whose model is exported."
+)
 @click.option("--launch", is_flag=True, help="Start the service, and stop it at the end.")
 @click.option("--take-over", is_flag=True, help="End another run that uses the service.")
 @set_option

@@ -39,7 +39,7 @@ def write_certificates(directory: Path, hosts: Sequence[str], days: int) -> str:
         The text of security.toml.
 
     Raises:
-        ConfigError: A host is invalid, or a file exists already.
+        ConfigError: A host is invalid, a file exists already, or the directory is a file.
         RlhfError: The files cannot be written, openssl is not installed, or it fails.
     """
     for host in hosts:
@@ -48,6 +48,8 @@ def write_certificates(directory: Path, hosts: Sequence[str], days: int) -> str:
         except ValueError as error:
             raise ConfigError(f"--host {error}") from None
     directory = directory.resolve()
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is no directory")
     paths = [directory / f"{name}.{kind}" for name in ("ca", "service", "client") for kind in ("pem", "key")]
     for path in [*paths, *(directory / f"{access.word}.token" for access in Access), directory / TABLE]:
         if path.exists():

@@ -33,7 +33,7 @@ from deploy.state import Deployment
 from deploy.supervisor import Supervisor, service_names
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopt
-from settings.commands import USAGE_ERROR, set_option
+from settings.commands import USAGE_ERROR, address_given, set_option
 from settings.security import security_option
 
 READY = "ready"
@@ -79,9 +79,13 @@ def main(ctx: click.Context) -> None:
 @click.option(
     "--log-dir",
     type=click.Path(path_type=Path),
-    help="Default: runs/logs/<stem of CONFIG>, and there, with several hosts, the directory <name of the host>.",
+    metavar="DIRECTORY",
+    help="Directory of the logs. Default: runs/logs/<stem of CONFIG>, and there, with several hosts, the directory "
+    "<name of the host>.",
 )
-@click.option("--only", multiple=True, metavar="NAME", help="Start only this service; repeatable.")
+@click.option(
+    "--only", multiple=True, metavar="NAME", help="Start only this service; repeatable. Default: all."
+)
 @click.option("--detach", is_flag=True, help="Return when ready; the services stay up until `down`.")
 @click.pass_obj
 def up(
@@ -148,7 +152,12 @@ def status(config: Path, settings: tuple[str, ...], host: str | None) -> None:
     help="Name or address of a host of services; repeatable.",
 )
 @click.option(
-    "--days", default=365, show_default=True, type=click.IntRange(1), help="Days until the end of validity."
+    "--days",
+    default=365,
+    show_default=True,
+    type=click.IntRange(1),
+    metavar="N",
+    help="Days until the end of validity.",
 )
 def certs(directory: Path, hosts: tuple[str, ...], days: int) -> None:
     """Make a CA, certificates and tokens in DIRECTORY, for tests and closed networks, and print the table [security]
@@ -160,7 +169,7 @@ def certs(directory: Path, hosts: tuple[str, ...], days: int) -> None:
 
 
 @main.command("health")
-@click.argument("address", metavar="HOST:PORT")
+@click.argument("address", metavar="HOST:PORT", callback=address_given)
 @security_option
 def check_health(address: str) -> None:
     """Ask the service at an address for its health, and print it; the exit code is 1 unless it serves.
@@ -175,11 +184,13 @@ def check_health(address: str) -> None:
 
 @main.command()
 @_config_argument
+@set_option
 @_host_option
 @click.pass_obj
-def down(launcher: LaunchOptions, config: Path, host: str | None) -> None:
-    """Stop what `up` of CONFIG started on this host, and return when it is gone."""
-    deployment = state.find(config, host)
+def down(launcher: LaunchOptions, config: Path, settings: tuple[str, ...], host: str | None) -> None:
+    """Stop what `up` of CONFIG started on this host, and return when it is gone. --set, where it is given, has to be as
+    it was for `up`."""
+    deployment = _deployment(config, settings, host)
     if deployment is None:
         click.echo(f"{config}: nothing is up")
     elif state.stop(deployment, launcher.grace_s):
@@ -192,7 +203,9 @@ def down(launcher: LaunchOptions, config: Path, host: str | None) -> None:
 @_config_argument
 @set_option
 @_host_option
-@click.option("--only", multiple=True, metavar="NAME", help="Check only this service; repeatable.")
+@click.option(
+    "--only", multiple=True, metavar="NAME", help="Check only this service; repeatable. Default: all."
+)
 @click.option(
     "--device-memory-gb",
     type=click.FloatRange(min=0, min_open=True),
@@ -240,13 +253,17 @@ def check(
 @main.command()
 @_config_argument
 @click.argument("service", required=False)
+@set_option
 @_host_option
 @click.option("--follow", "-f", is_flag=True, help="Keep printing new lines until Ctrl-C.")
-def logs(config: Path, service: str | None, host: str | None, follow: bool) -> None:
-    """Show the log of SERVICE, or without it the logs of all services of CONFIG that have one."""
-    deployment = state.find(config, host)
+def logs(
+    config: Path, service: str | None, settings: tuple[str, ...], host: str | None, follow: bool
+) -> None:
+    """Show the log of SERVICE, or without it the logs of all services of CONFIG that have one. --set, where it is
+    given, has to be as it was for `up`."""
+    deployment = _deployment(config, settings, host)
     directory = Path(deployment.log_dir) if deployment else _log_dir(config, host or "")
-    services = load(config, deployment.settings if deployment else ()).services
+    services = load(config, deployment.settings if deployment else settings).services
     if service is not None and service not in services:
         raise ConfigError(f"no service {service!r}; there are: {', '.join(services)}")
     # Those of each of several hosts are in a directory of their own.
@@ -265,11 +282,13 @@ def logs(config: Path, service: str | None, host: str | None, follow: bool) -> N
 @main.command("stacks")
 @_config_argument
 @click.argument("service", required=False)
+@set_option
 @_host_option
-def show_stacks(config: Path, service: str | None, host: str | None) -> None:
-    """Show where each rank of SERVICE, or without it of all services that `up` of CONFIG started on this host, is: the
-    stacks of its threads and tasks, which it prints into its log. It goes on."""
-    deployment = state.find(config, host)
+def show_stacks(config: Path, service: str | None, settings: tuple[str, ...], host: str | None) -> None:
+    """Show the stacks of the threads and tasks of each rank of SERVICE, or without it of all services that `up` of
+    CONFIG started on this host. Ranks print them into their logs, and go on. --set, where it is given, has to be as it
+    was for `up`."""
+    deployment = _deployment(config, settings, host)
     if deployment is None:
         raise RlhfError(f"{config}: nothing is up")
     ranks = running_ranks(deployment)
@@ -284,10 +303,18 @@ def show_stacks(config: Path, service: str | None, host: str | None) -> None:
 @click.argument("service")
 @set_option
 @_host_option
-@click.option("--calls", default=8, show_default=True, type=click.IntRange(1, 100), help="Calls to trace.")
+@click.option(
+    "--calls",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1, 100),
+    metavar="N",
+    help="Calls to trace on each rank.",
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
+    metavar="DIRECTORY",
     help="Directory of the traces on the ranks' hosts. Default: traces in run.directory.",
 )
 def profile_calls(
@@ -309,6 +336,20 @@ def _load(path: Path, settings: tuple[str, ...]) -> Config:
     config = load(path, settings)
     adopt(config.security.load())
     return config
+
+
+def _deployment(config: Path, settings: tuple[str, ...], host: str | None) -> Deployment | None:
+    """Finds the deployment of a config as `state.find` does. Raises ConfigError if there is neither a deployment nor
+    such a file, or settings are given and it was started with others."""
+    deployment = state.find(config, host)
+    if deployment is None and not config.is_file():
+        raise ConfigError(
+            f"config {config}: there is no such file, and nothing is up that was started with it"
+        )
+    if deployment and settings and set(settings) != set(deployment.settings):
+        started = f"with {_flags(deployment.settings)}" if deployment.settings else "without --set"
+        raise ConfigError(f"{config} was started {started}; give the same, or leave out --set")
+    return deployment
 
 
 def _log_dir(config: Path, host: str) -> Path:

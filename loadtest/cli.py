@@ -17,7 +17,7 @@ from loadtest.run import Json, Settings, measure, stopping_on_signals
 from loadtest.schedule import ramp
 from rlhf.errors import ConfigError
 from rlhf.file_limit import raise_file_limit
-from settings.commands import errors_shown, write_file
+from settings.commands import address_given, errors_shown, write_file
 from settings.security import security_option
 
 OBJECTIVE_MISSED = 3
@@ -28,12 +28,19 @@ DEFAULT_RATE = 10.0
 @security_option
 @click.version_option(package_name="rlhf-cluster")
 @click.argument("role", required=False)
-@click.option("--target", metavar="HOST:PORT", help="Where the service, or its rank 0, serves.")
 @click.option(
-    "--method", metavar="M", help="ComputeReward, compute_values, Synchronize, Describe, Check, ..."
+    "--target", metavar="HOST:PORT", callback=address_given, help="Where the service, or its rank 0, serves."
 )
 @click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), help="Open loop: calls per second. Default: 10."
+    "--method",
+    metavar="NAME",
+    help="Method of the role, such as ComputeReward or compute_values; or Synchronize, Describe, Check.",
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    metavar="N",
+    help="Open loop: calls per second. Default: 10, without --concurrency and --ramp.",
 )
 @click.option(
     "--arrivals", type=click.Choice(["poisson", "constant"]), default="poisson", show_default=True,
@@ -42,26 +49,38 @@ DEFAULT_RATE = 10.0
 @click.option(
     "--concurrency",
     type=click.IntRange(1),
+    metavar="N",
     help="Closed loop: number of callers, each with one call at a time.",
 )
 @click.option(
     "--ramp",
     "ramp_text",
     metavar="LOW:HIGH:STEPS",
-    help="Rates, or numbers of callers with --closed, to find the knee.",
+    help="Rates in calls per second, or with --closed numbers of callers, to find the knee.",
 )
 @click.option("--closed", is_flag=True, help="The levels of --ramp are numbers of closed-loop callers.")
 @click.option(
-    "--duration", default=10.0, show_default=True, type=click.FloatRange(0.1), help="Seconds per level."
+    "--duration",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(0.1),
+    metavar="N",
+    help="Seconds per level.",
 )
 @click.option(
-    "--warmup", default=1.0, show_default=True, type=click.FloatRange(0), help="Seconds of warm-up per level."
+    "--warmup",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    metavar="N",
+    help="Seconds of warm-up per level.",
 )
 @click.option(
     "--drain",
     default=5.0,
     show_default=True,
     type=click.FloatRange(0),
+    metavar="N",
     help="Seconds to wait for late answers.",
 )
 @click.option(
@@ -69,44 +88,70 @@ DEFAULT_RATE = 10.0
     default=60.0,
     show_default=True,
     type=click.FloatRange(0.001),
-    help="Deadline of a call in seconds.",
+    metavar="N",
+    help="Seconds that a call may take.",
 )
-@click.option("--connections", default=1, show_default=True, type=click.IntRange(1), help="Per rank.")
-@click.option("--rows", default=1, show_default=True, type=click.IntRange(0), help="Rows per call.")
+@click.option(
+    "--connections",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    metavar="N",
+    help="Connections to each rank.",
+)
+@click.option(
+    "--rows", default=1, show_default=True, type=click.IntRange(0), metavar="N", help="Rows per call."
+)
 @click.option(
     "--prompt-length",
     default="8",
     show_default=True,
-    help="Tokens, or characters of text, per prompt: N or N-M.",
+    metavar="N[-M]",
+    help="Tokens, or characters of text, per prompt.",
 )
 @click.option(
     "--response-length",
     default="8",
     show_default=True,
-    help="As for prompts; the maximum for GenerateSequences.",
+    metavar="N[-M]",
+    help="Tokens, or characters of text, per response; for GenerateSequences their maximum.",
 )
 @click.option(
     "--vocabulary",
     default=100,
     show_default=True,
     type=click.IntRange(1),
+    metavar="N",
     help="Token ids are below this number.",
 )
-@click.option("--data", type=click.Path(path_type=Path, dir_okay=False), help="JSONL file with rows.")
-@click.option("--seed", default=0, show_default=True, help="Seed of arrival times and of generated rows.")
 @click.option(
-    "--slo", "objectives", default="", metavar="BOUNDS", help="p99=50ms,errors=0: exit code 3 if missed."
+    "--data",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="JSONL file with the rows to send. Default: random rows.",
+)
+@click.option(
+    "--seed", default=0, show_default=True, metavar="N", help="Seed of arrival times and of generated rows."
+)
+@click.option(
+    "--slo",
+    "objectives",
+    default="",
+    metavar="BOUNDS",
+    help="Objectives, such as p99=50ms,errors=0; the exit code is 3 if one is missed.",
 )
 @click.option(
     "--json",
     "json_path",
     type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
     help="Write the result to this file.",
 )
 @click.option(
     "--html",
     "html_path",
     type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
     help="Write a report to this file.",
 )
 @click.option(

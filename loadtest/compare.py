@@ -47,8 +47,10 @@ def read(path: Path) -> Json:
     """
     try:
         result = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--compare: {path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"--compare: {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"--compare: {path}: not JSON: {error}") from None
     if not isinstance(result, dict) or result.get("format") != FORMAT or "steps" not in result:
         raise ConfigError(f"--compare: {path} is not a result of rlhf-loadtest, format {FORMAT}")
     return result

@@ -1,5 +1,5 @@
 """Parts that the command lines of this project share: how errors end a command, files that it writes, the option
---set."""
+--set, addresses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from rlhf.addresses import check_address
 from rlhf.errors import ConfigError, RlhfError
 
 USAGE_ERROR = 2
@@ -23,6 +24,16 @@ set_option = click.option(
     metavar="KEY=VALUE",
     help="Override a value of the config; repeatable.",
 )
+
+
+def address_given(context: click.Context, option: click.Parameter, address: str | None) -> str | None:
+    """Callback of an argument or option HOST:PORT, which refuses a text that is none."""
+    try:
+        if address is not None:
+            check_address(address)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, option) from None
+    return address
 
 
 @contextlib.contextmanager

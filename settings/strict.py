@@ -64,12 +64,12 @@ def override(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str, Any
             a list is its number, from 0, as in "data.sources.0.path=rows.jsonl".
 
     Raises:
-        ConfigError: A setting has no "=", a key before the last one is not a table or a list, or a list has no element
-            of a number.
+        ConfigError: A setting has no "=", or an empty key, a key before the last one is not a table or a list, or a
+            list has no element of a number.
     """
     for setting in settings:
         key, equals, text = setting.partition("=")
-        if not equals:
+        if not equals or not all(key.strip().split(".")):
             raise ConfigError(f"setting {setting!r}: expected key.path=value")
         *parents, leaf = key.strip().split(".")
         table: Any = tables

@@ -321,6 +321,18 @@ def test_a_transport_is_known_by_the_registry_alone() -> None:
     assert wrong == []
 
 
+def test_processes_that_tests_start_import_the_code_that_the_tests_do() -> None:
+    """Also in a checkout that is not the installed one, which only PYTHONPATH names."""
+    sets = re.compile(r"""PYTHONPATH("[:,]|=)""")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if sets.search(line) and not re.search(r"python_path\(|sys\.path", line)
+    ]
+    assert not wrong, "use python_path"
+
+
 def trees() -> Iterator[tuple[Path, ast.Module]]:
     for room in MAY_IMPORT:
         for path in sources(room):

@@ -60,17 +60,34 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _CONFIGURED: tuple[Decorator, ...] = (
     click.argument("config_path", metavar="CONFIG", type=click.Path(path_type=Path)),
-    click.option("--algo", default="ppo", show_default=True, help="Algorithm, as for rlhf-controller."),
     click.option(
-        "--per-machine", default=8, show_default=True, type=click.IntRange(1), help="Devices per machine."
+        "--algo", default="ppo", show_default=True, metavar="NAME", help="Algorithm, as for rlhf-controller."
     ),
-    click.option("--table", type=click.Path(path_type=Path), help="TOML file with further devices."),
+    click.option(
+        "--per-machine",
+        default=8,
+        show_default=True,
+        type=click.IntRange(1),
+        metavar="N",
+        help="Devices per machine.",
+    ),
+    click.option(
+        "--table", type=click.Path(path_type=Path), metavar="FILE", help="TOML file with further devices."
+    ),
     set_option,
 )
 _COMMON: tuple[Decorator, ...] = (
     *_CONFIGURED,
-    click.option("--prompts", metavar="LENGTHS", help="Tokens per prompt: N, or N:WEIGHT,N:WEIGHT."),
-    click.option("--responses", metavar="LENGTHS", help="Tokens per response, in the same form."),
+    click.option(
+        "--prompts",
+        metavar="LENGTHS",
+        help="Tokens per prompt: N, or N:WEIGHT,N:WEIGHT. Default: data.max_prompt_tokens.",
+    ),
+    click.option(
+        "--responses",
+        metavar="LENGTHS",
+        help="Tokens per response, in the same form. Default: rollout.max_response_tokens.",
+    ),
 )
 _SEARCHED: tuple[Decorator, ...] = (
     *_COMMON,
@@ -79,7 +96,7 @@ _SEARCHED: tuple[Decorator, ...] = (
         help="Devices, such as A100-80GB:16; repeatable for further kinds.",
     ),
     click.option(
-        "--ahead", default=0, show_default=True, type=click.IntRange(0),
+        "--ahead", default=0, show_default=True, type=click.IntRange(0), metavar="N",
         help="Number of steps that generation may run ahead of updates.",
     ),
 )  # fmt: skip
@@ -107,8 +124,19 @@ def main() -> None:
 
 @main.command()
 @_options(*_SEARCHED)
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the config with the plan here.")
-@click.option("--timeline", type=click.Path(path_type=Path), help="Write a picture of one step here (HTML).")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the config with the plan here.",
+)
+@click.option(
+    "--timeline",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a picture of one step here (HTML).",
+)
 def find(output: Path | None, timeline: Path | None, **given: Any) -> None:
     """Find the fastest plan for the services, rows and algorithm of CONFIG. Chooses pools and meshes."""
     with errors_shown():
@@ -166,12 +194,19 @@ def explain(**given: Any) -> None:
     metavar="RUN_DIR",
     help="Take durations from this run's timeline.",
 )
-@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps to simulate.")
 @click.option(
-    "--show", default=2, show_default=True, type=click.IntRange(0), help="Last steps of the timeline."
+    "--steps", default=5, show_default=True, type=click.IntRange(1), metavar="N", help="Steps to simulate."
 )
 @click.option(
-    "--spread", default=0.0, show_default=True, type=click.FloatRange(0, 3),
+    "--show",
+    default=2,
+    show_default=True,
+    type=click.IntRange(0),
+    metavar="N",
+    help="Last steps of the timeline to print.",
+)
+@click.option(
+    "--spread", default=0.0, show_default=True, type=click.FloatRange(0, 3), metavar="N",
     help="Stragglers: standard deviation of the logarithm of a rank's duration.",
 )  # fmt: skip
 def simulate(
@@ -209,7 +244,9 @@ def simulate(
     "--devices", "kind", required=True, metavar="KIND:COUNT", help="Devices that the services run on."
 )
 @click.option("--launch", is_flag=True, help="Start the services of the config, and stop them at the end.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the calibrated table here.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the calibrated table here."
+)
 def probe(kind: str, launch: bool, output: Path | None, **given: Any) -> None:
     """Time calls of the running services of CONFIG, and fit the constants of their devices to them. Begins a session of
     its own: refused while a run is using the services."""
@@ -227,7 +264,9 @@ def probe(kind: str, launch: bool, output: Path | None, **given: Any) -> None:
 
 
 @main.command()
-@click.option("--table", type=click.Path(path_type=Path), help="TOML file with further devices.")
+@click.option(
+    "--table", type=click.Path(path_type=Path), metavar="FILE", help="TOML file with further devices."
+)
 def devices(table: Path | None) -> None:
     """List the known devices and their rates."""
     with errors_shown():

@@ -148,7 +148,8 @@ def device_group(
     known = {**built_in_devices(), **(more or {})}
     name, _, count = text.rpartition(":")
     if name not in known:
-        raise ConfigError(f"devices {text!r}: no kind {name!r}; known: {', '.join(known)}; write KIND:COUNT")
+        wrong = f"no kind {name!r}" if name else "no count"
+        raise ConfigError(f"devices {text!r}: {wrong}; write KIND:COUNT; known kinds: {', '.join(known)}")
     if not count.isdecimal() or int(count) < 1:
         raise ConfigError(f"devices {text!r}: {count!r} is no number of devices of at least 1")
     return DeviceGroup(name, known[name], int(count), per_machine)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from controller.tracking.figures import Figures
-from rlhf.errors import RlhfError
+from controller.tracking.metrics import METRICS_FILE
+from rlhf.errors import ConfigError, RlhfError
 
 CONFIG_FILES = ("config.toml", "config.json")
 SUMMARY_FILE = "summary.json"
@@ -48,11 +49,14 @@ class RunContents:
             is_running: Whether the run is still under way.
 
         Raises:
-            RlhfError: There is no such directory, or a file is damaged.
+            ConfigError: There is no such directory, or it has no file of a run.
+            RlhfError: A file is damaged.
         """
         if not run_dir.is_dir():
-            raise RlhfError(f"run directory {run_dir}: no such directory")
+            raise ConfigError(f"run directory {run_dir}: no such directory")
         config = next((path for name in CONFIG_FILES if (path := run_dir / name).is_file()), None)
+        if figures is None and not config and not (run_dir / METRICS_FILE).is_file():
+            raise ConfigError(f"run directory {run_dir}: it has neither {METRICS_FILE} nor {CONFIG_FILES[0]}")
         return RunContents(
             name=run_dir.resolve().name,
             figures=figures or Figures.read(run_dir),

@@ -26,7 +26,8 @@ def score(row: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         row: The texts "prompt", "response" and "ground_truth", which is empty where the row has none, and "metadata",
-            an object with all other fields of the row in the data set.
+            an object with all other fields of the row in the data set; where it is known, "response_tokens", the number
+            of tokens of the response, as many as a list of scores has to have.
 
     Returns:
         "score": the score, a list with one number per response token, or None where the row cannot be scored.

@@ -294,10 +294,10 @@ def _shared(
         ranks: sequence-parallel group over which the tokens are sharded.
     """
     assert packed.packing is not None, "the micro-batch is packed"
-    device, tokens = packed.input_ids_BT.device, ranks.tokens(packed.input_ids_BT.shape[1])
-    own_BR = mask_BR & (predicting_BR >= tokens.start) & (predicting_BR < tokens.stop)
-    read_N = np.unique(predicting_BR[own_BR]) if own_BR.any() else np.array([tokens.start])
-    output_BR = np.searchsorted(read_N, predicting_BR).clip(max=len(read_N) - 1)
+    device = packed.input_ids_BT.device
+    own_BR, places_BR = mask_BR & ranks.owns(predicting_BR), ranks.places(predicting_BR)
+    read_N = np.unique(places_BR[own_BR]) if own_BR.any() else np.zeros(1, dtype=np.int64)
+    output_BR = np.searchsorted(read_N, places_BR).clip(max=len(read_N) - 1)
     own_N = torch.from_numpy(np.flatnonzero(own_BR[mask_BR])).to(device)
     part = MicroBatch(
         rows=packed.rows,
@@ -311,7 +311,7 @@ def _shared(
         tokens_N=packed.tokens_N[own_N],
         num_scored=len(read_N),
         packing=packed.packing.shared(ranks),
-        read_N=torch.from_numpy(read_N - tokens.start).to(device),
+        read_N=torch.from_numpy(read_N).to(device),
     )
     return replace(packed, packing=None, part=part)
 

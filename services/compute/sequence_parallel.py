@@ -1,9 +1,10 @@
 """Sequence parallelism of packed rows (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
 
-The ranks of a sequence-parallel group shard the tokens of a packed row. Each rank computes the layers for its shard.
-Attention is sharded by heads instead: an all-to-all of queries, keys and values gives each rank all tokens for a part
-of the heads, and a second one returns the outputs to the shards of tokens. So the activations of a row are sharded over
-the ranks.
+The ranks of a sequence-parallel group shard the tokens of a packed row: rank s of S has every S-th token from token s
+on, so that all have about as many response tokens, whose logits they compute. Each rank computes the layers for its
+shard. Attention is sharded by heads instead: an all-to-all of queries, keys and values gives each rank all tokens for a
+part of the heads, and a second one returns the outputs to the shards of tokens. So the activations of a row are sharded
+over the ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -21,8 +23,8 @@ from services.compute.collectives import all_to_all
 
 @dataclass(frozen=True, eq=False)
 class SequenceRanks:
-    """The S ranks of a sequence-parallel group. Of a row of T tokens, rank s has a shard of ceil(T / S) tokens, the
-    first of which is token s * ceil(T / S); the last tokens of a shard may be padding.
+    """The S ranks of a sequence-parallel group. Of a row of T tokens, rank s has a shard of ceil(T / S) tokens: s,
+    s + S, s + 2 S and so on; the last token of a shard may be padding.
 
     Args:
         group: Process group of the ranks, with a backend for the device that they compute on.
@@ -40,16 +42,22 @@ class SequenceRanks:
         """Index of this rank in the group."""
         return self.group.rank()
 
-    def tokens(self, num_tokens: int) -> range:
-        """Returns the positions of this rank's tokens in a row of `num_tokens`, which may reach beyond its end."""
-        share = -(-num_tokens // self.size)
-        return range(self.rank * share, (self.rank + 1) * share)
+    def share(self, num_tokens: int) -> int:
+        """Returns the number of this rank's tokens of a row of `num_tokens`, padding included: ceil(T / S)."""
+        return -(-num_tokens // self.size)
 
     def own(self, x_T: Tensor) -> Tensor:
         """Returns this rank's part [ceil(T / S)] of a tensor [T] of a whole row, padded with zeros."""
-        tokens = self.tokens(len(x_T))
-        x = x_T[tokens.start : tokens.stop]
-        return F.pad(x, (0, len(tokens) - len(x)))
+        x = x_T[self.rank :: self.size]
+        return F.pad(x, (0, self.share(len(x_T)) - len(x)))
+
+    def owns(self, positions: np.ndarray) -> np.ndarray:
+        """Returns whether the tokens at given positions of a row are this rank's."""
+        return positions % self.size == self.rank
+
+    def places(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the indices in this rank's shard of its tokens at given positions of a row."""
+        return positions // self.size
 
     def to_heads(self, projections: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
         """Exchanges tokens for heads, all projections in one all-to-all. Collective over the group.
@@ -66,15 +74,15 @@ class SequenceRanks:
         """
         parts = [self._by_rank(x) for x in projections]
         received_SHTD = all_to_all(torch.cat(parts, dim=1), self.group)
-        whole_HTD = received_SHTD.transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+        whole_HTD = received_SHTD.permute(1, 2, 0, 3).flatten(1, 2)[:, :num_tokens]
         return list(whole_HTD.split([part.shape[1] for part in parts]))
 
     def to_tokens(self, x_THD: Tensor) -> Tensor:
         """Exchanges heads for tokens, the inverse of `to_heads`: from this rank's heads of all tokens [T, heads / S, D]
         to all heads of this rank's tokens [ceil(T / S), heads, D]. Collective over the group."""
-        num_tokens, share = len(x_THD), len(self.tokens(len(x_THD)))
+        num_tokens, share = len(x_THD), self.share(len(x_THD))
         padded = F.pad(x_THD, (0, 0, 0, 0, 0, share * self.size - num_tokens))
-        received_STHD = all_to_all(padded.unflatten(0, (self.size, share)), self.group)
+        received_STHD = all_to_all(padded.unflatten(0, (share, self.size)).transpose(0, 1), self.group)
         return received_STHD.transpose(0, 1).flatten(1, 2)
 
     def _by_rank(self, x_HTD: Tensor) -> Tensor:

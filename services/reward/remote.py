@@ -1,6 +1,7 @@
 """Scores by a program behind HTTP, which gets rows as JSON and answers with a score for each.
 
-Request: {"rows": [{"prompt": TEXT, "response": TEXT, "ground_truth": TEXT, "metadata": OBJECT}, ...]}.
+Request: {"rows": [{"prompt": TEXT, "response": TEXT, "ground_truth": TEXT, "metadata": OBJECT, "response_tokens":
+NUMBER}, ...]}, where a row without "response_tokens" has an unknown number of them.
 Answer: {"scores": [SCORE, ...]}, or {"results": [{"score": SCORE, "metrics": {NAME: NUMBER}, "error": TEXT}, ...]} with
 "metrics" and "error" optional. A SCORE is a number, a list of one number per response token, or null for a row that
 cannot be scored. docs/rewards.md describes it for authors of such programs.
@@ -14,6 +15,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError, InvalidRequest, RewardFailed, encodable
 from rlhf.v1 import reward_pb2
+from services.reward.conventions import TOKENS
 from services.reward.json_client import JsonClient, header_of, shown_url
 from services.reward.loaded import Scored
 from services.reward.scorers.base import MAX_SHOWN, Scorer, metadata_of, row_score, shown
@@ -84,12 +86,15 @@ class RemoteScorer(Scorer):
 
 
 def json_row(row: reward_pb2.TextRow) -> dict[str, Any]:
-    """Returns a row as it is sent. Raises InvalidRequest as `metadata_of` does."""
+    """Returns a row as it is sent, without `TOKENS` where the row has none. Raises InvalidRequest as `metadata_of`
+    does."""
+    tokens = {TOKENS: row.response_tokens} if row.HasField(TOKENS) else {}
     return {
         "prompt": row.prompt,
         "response": row.response,
         "ground_truth": row.ground_truth,
         "metadata": metadata_of(row),
+        **tokens,
     }
 
 

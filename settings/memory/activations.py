@@ -39,7 +39,7 @@ class TokenCounts:
 
 def token_counts(use: ModelUse, rows: RowSizes) -> TokenCounts:
     """Returns the sizes of a rank's largest micro-batch, for rows that are all of the same length and do not share
-    prompts. With sequence parallelism, these are the sizes on the rank with the most scored tokens. A rank computes
+    prompts. With sequence parallelism, each rank has 1/S of the tokens, also of the scored ones. A rank computes
     attention over all tokens for 1/S of the heads; this is counted as 1/S of the tokens for all heads."""
     length = rows.prompt_tokens + rows.response_tokens
     per_rank = -(-rows.rows // (use.row_parts * rows.mini_batches))
@@ -53,20 +53,10 @@ def token_counts(use: ModelUse, rows: RowSizes) -> TokenCounts:
     # The last token of a response predicts nothing.
     read = length - 1
     padded = read + -read % TILE if read % TILE > TILE // 2 else read
-    tokens, attended = (-(-together * each // use.sequence_parallel) for each in (read, padded))
-    scored = max(
-        _scored_before(min(first + tokens, together * read), read, rows.response_tokens)
-        - _scored_before(min(first, together * read), read, rows.response_tokens)
-        for first in range(0, use.sequence_parallel * tokens, tokens)
+    tokens, scored, attended = (
+        -(-together * each // use.sequence_parallel) for each in (read, rows.response_tokens, padded)
     )
     return TokenCounts(count, tokens, scored, attended, together)
-
-
-def _scored_before(position: int, read: int, responses: int) -> int:
-    """Returns the scored tokens before a position of a packed row, whose sequences have `read` tokens each, the last
-    `responses` of them scored."""
-    whole, rest = divmod(position, read)
-    return whole * responses + max(0, rest - (read - responses))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import tomli_w
 from chaos.forked_program import run_program
+from python_path import python_path
 
 from integration.harness import free_ports
 from integration.ranks import server_context
@@ -194,8 +195,7 @@ class Site:
         assert not left, "processes are left behind"
 
     def _environment(self) -> dict[str, str]:
-        python_path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-        own = {MARK: self._mark, "TMPDIR": str(self._temporary), "PYTHONPATH": python_path}
+        own = {MARK: self._mark, "TMPDIR": str(self._temporary), "PYTHONPATH": python_path(HERE)}
         return {**os.environ, **own}
 
 

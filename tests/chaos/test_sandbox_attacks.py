@@ -24,6 +24,7 @@ import psutil
 import pytest
 from chaos.conftest import wait_until
 from chaos.sandbox_attacks import ATTACKS, FILES, Attack
+from python_path import python_path
 
 from services.reward.sandbox import cgroups
 from services.reward.sandbox.grader import Grader, ProgramVerdict
@@ -161,7 +162,7 @@ def graded_by(
     said = subprocess.run(
         ["unshare", "--mount", "sh", "-ec", WITHOUT_GROUPS, "sh", *user, sys.executable, "-m", "chaos.sandbox_grader"],
         input=json.dumps(given), stdout=subprocess.PIPE, check=True, text=True, timeout=VERDICT_TIMEOUT_S,
-        env={**os.environ, **environment, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, **environment, "PYTHONPATH": python_path(Path(__file__).parents[1])},
     ).stdout  # fmt: skip
     return {
         name: ProgramVerdict(tuple(reasons), fault) for name, (reasons, fault) in json.loads(said).items()

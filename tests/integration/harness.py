@@ -21,6 +21,7 @@ import grpc
 import numpy as np
 import psutil
 import tomli_w
+from python_path import python_path
 
 from controller.config.config import Config
 from nccl_transfer.fetch import Fetcher
@@ -345,7 +346,7 @@ class Processes:
         return subprocess.Popen(
             [str(Path(sys.executable).parent / command[0]), *command[1:]],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, **options},
-            env={**os.environ, "PYTHONPATH": _path(HERE, HERE.parent), self.MARK: self.id},
+            env={**os.environ, "PYTHONPATH": python_path(HERE, HERE.parent), self.MARK: self.id},
         )
 
     def serve(
@@ -375,10 +376,6 @@ class Processes:
         with contextlib.suppress(psutil.Error):
             return process.environ().get(self.MARK) == self.id and process.status() != psutil.STATUS_ZOMBIE
         return False
-
-
-def _path(*first: Path) -> str:
-    return os.pathsep.join(filter(None, [*map(str, first), os.environ.get("PYTHONPATH")]))
 
 
 def leaked_shared_memory() -> set[str]:

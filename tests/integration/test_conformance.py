@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 
 from conformance.cli import PROBES, read_rows
 from conformance.findings import RuleResult
@@ -87,7 +88,7 @@ def test_our_own_reward_that_asks_a_verifier_behind_http_keeps_all_rules(tmp_pat
 def test_a_function_over_groups_keeps_all_rules(
     plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(plugins))
+    monkeypatch.setenv("PYTHONPATH", python_path(plugins))
     with python_reward(tmp_path, 'function = "rlhf_example.rewards:concise"') as address:
         assert outcome(address)[RuleResult.PASS] == list(RULES)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from python_path import python_path
 
 from integration.harness import free_ports
 
@@ -108,7 +109,7 @@ class Host:
             **os.environ,
             "TMPDIR": str(self.directory),
             "FAKE_FLAGS": json.dumps(self.flags),
-            "PYTHONPATH": str(HERE),
+            "PYTHONPATH": python_path(HERE),
         }
 
 
@@ -403,6 +404,21 @@ def test_status_tells_the_settings_that_services_were_started_with(host: Host) -
     assert out.splitlines()[-1] == "started with --set services.two.ranks=2"
     assert "with --set services.two.ranks=2\n" in (host.logs / "supervisor.log").read_text()
     assert host.run("down", "two.toml")[0] == 0
+
+
+def test_commands_take_the_settings_that_services_were_started_with_and_refuse_others(host: Host) -> None:
+    given, others = ("--set", "services.two.ranks=2"), ("--set", "services.two.ranks=3")
+    two_ranks(host)
+    for command in (("stacks", "two.toml", "one"), ("logs", "two.toml", "two"), ("down", "two.toml")):
+        code, _, err = host.run(*command, *others)
+        assert code == CONFIG_ERROR
+        assert err == (
+            "error: two.toml was started with --set services.two.ranks=2; give the same, or leave out --set\n"
+        )
+    assert "no ranks of a service 'one' run here" in host.run("stacks", "two.toml", "one", *given)[2]
+    assert host.run("logs", "two.toml", "two", *given)[0] == 0
+    assert host.run("down", "two.toml", *given)[:2] == (0, "two.toml: stopped\n")
+    assert host.run("down", "two.toml", *given)[:2] == (0, "two.toml: nothing is up\n")
 
 
 def test_down_returns_when_the_process_of_the_supervisor_has_ended(host: Host) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from python_path import python_path
 
 from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
@@ -21,7 +22,7 @@ ROLES = ("actor", "reference", "reward")
 def test_a_flipped_bit_in_a_replica_ends_the_run_and_names_service_ranks_and_tensor(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
+    monkeypatch.setenv("PYTHONPATH", python_path(HERE.parent))
     monkeypatch.syspath_prepend(str(HERE.parent))
     engine = {"ranks": 2, "engine": "integration.flipping_engine:spec", "mesh": "1-1-2"}
     services = {

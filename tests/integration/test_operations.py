@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import signal
 import urllib.request
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from python_path import python_path
 from unit.test_metrics_docs import documented
 
 from controller import job
@@ -57,7 +57,7 @@ def finished(services: Config, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_a_tracker_of_an_installed_package_gets_each_step_of_a_killed_run_once(
     services: Config, finished: Path, plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(plugins), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", python_path(plugins))
     (port,) = free_ports(1)
     tracking = {"trackers": ["csv"], "prometheus_port": port}
     config = with_tables(services, tracking=tracking, checkpoint={"every": 2})

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 
 from integration.harness import Cluster, Processes, write_config
 
@@ -15,7 +16,7 @@ TIMEOUT_S = 100.0
 @pytest.fixture
 def controller(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> Processes:
     """Starts commands that find the package of examples."""
-    monkeypatch.setenv("PYTHONPATH", str(plugins))
+    monkeypatch.setenv("PYTHONPATH", python_path(plugins))
     return Processes()
 
 

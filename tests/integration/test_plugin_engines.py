@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from python_path import python_path
 
 from controller.config.config import Config, load
 from controller.tracking.metrics import read_metrics
@@ -63,7 +64,7 @@ RELATIVE, ABSOLUTE = 1e-5, 1e-6
 def on_path(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The example is installed, in this process and in those that it starts."""
     monkeypatch.syspath_prepend(str(plugins))
-    monkeypatch.setenv("PYTHONPATH", str(plugins))
+    monkeypatch.setenv("PYTHONPATH", python_path(plugins))
     return plugins
 
 
@@ -130,7 +131,7 @@ def pass_the_contract(file: str, plugins: Path, directory: Path, *options: str) 
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(directory)]
     ran = subprocess.run(
         [*command, *options, str(tests)],
-        env={**os.environ, "PYTHONPATH": str(plugins)},
+        env={**os.environ, "PYTHONPATH": python_path(plugins)},
         cwd=directory,
         capture_output=True,
         text=True,
@@ -165,7 +166,7 @@ def test_the_contract_finds_faults_of_transports(tmp_path: Path) -> None:
     ]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *chosen],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": python_path(tmp_path)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from python_path import python_path
 
 from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
@@ -64,8 +65,7 @@ def site(config: Config, plugins: Path, tmp_path_factory: pytest.TempPathFactory
     algorithm = config.algorithm.model_copy(update={"kl_loss_coefficient": 0.0, "epochs": 2})
     chosen = config.model_copy(update={"services": services, "run": run, "algorithm": algorithm})
     processes = Processes()
-    search = os.pathsep.join(filter(None, [str(plugins), os.environ.get("PYTHONPATH")]))
-    with mock.patch.dict(os.environ, PYTHONPATH=search):
+    with mock.patch.dict(os.environ, PYTHONPATH=python_path(plugins)):
         try:
             yield Site(chosen, write_config(chosen, directory / "loss.toml"), processes)
         finally:

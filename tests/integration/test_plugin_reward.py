@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from python_path import python_path
 
 from controller import algorithms, job
 from controller.config.config import Config
@@ -118,7 +119,7 @@ def outside(
     config = cluster.config.model_copy(update={"services": services})
     processes = Processes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(plugins))
+        patch.setenv("PYTHONPATH", python_path(plugins))
         path = write_config(config, directory / "rewards.toml")
         up = processes.serve(path, directory / "logs")
     try:

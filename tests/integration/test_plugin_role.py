@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from python_path import python_path
 
 from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
@@ -53,7 +54,7 @@ class Site:
 def plugged(plugins: Path) -> Iterator[Path]:
     """The directory of the installed package, which is on the path of this process and of those that it starts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(plugins))
+        patch.setenv("PYTHONPATH", python_path(plugins))
         patch.syspath_prepend(plugins)
         yield plugins
 

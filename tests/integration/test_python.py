@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,12 @@ def site(task: Task, directory: Path) -> Path:
 
 def smaller(source: str, addresses: dict[str, str], **changes: str) -> str:
     """An example with other addresses and sizes, that builds no model."""
-    for old, new in {**addresses, **changes, "build_quickstart(config)": ""}.items():
+    return replaced(source, {**addresses, **changes, "build_quickstart(config)": ""})
+
+
+def replaced(source: str, changes: Mapping[str, str]) -> str:
+    """A source with other texts in place of those that are named."""
+    for old, new in changes.items():
         assert old in source, old
         source = source.replace(old, new)
     return source
@@ -94,6 +100,25 @@ def test_the_script_of_the_examples_runs_its_own_algorithm_and_leaves_nothing(
     assert not processes.living()
     assert not any(is_listening(address) for address in addresses.values())
     assert not left_in_shared_memory(before)
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_page_run_one_after_another(
+    task: Task, tmp_path: Path, processes: Processes
+) -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    _, config, mine, opened, _ = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    ports = zip((7101, 7102, 7103, 7104), free_ports(4), strict=True)
+    changes = {f"127.0.0.1:{old}": f"127.0.0.1:{new}" for old, new in ports}
+    changes |= {"max_response_tokens=4)": "max_response_tokens=4), run=RunTable(steps=1)"}
+    script = site(task, tmp_path) / "page.py"
+    script.write_text("from controller.api import RunTable\n" + replaced(config, changes) + mine + opened)
+    ran = processes.start("python", str(script), cwd=tmp_path)
+    out, err = ran.communicate(timeout=TIMEOUT_S)
+    assert ran.returncode == 0, err
+    assert "step 1/1" in out
+    assert json.loads((finished(tmp_path) / "summary.json").read_text())["algorithm"] == "__main__:mine"
+    assert not processes.living()
 
 
 @pytest.fixture

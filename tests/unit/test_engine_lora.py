@@ -1,6 +1,7 @@
 """Adapters on one rank: what they change, what they leave alone, and what others read of them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
 from services.models.export import tensors_sha256
 from services.models.families import load_causal_lm
 
+ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")
 HEAD = PolicyHead(temperature=1.7)
 OPTIONS = OptimizerOptions(lr=1e-2, max_grad_norm=0.5)
@@ -121,13 +123,20 @@ def test_all_linear_means_all_but_the_output_layer(tiny_llama_dir: Path):
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe"])
-def test_of_a_mixture_of_experts_the_linear_layers_are_adapted(kind: str, tmp_path: Path):
+def mixture_of_experts(kind: str, directory: Path, **keys: Any) -> Path:
+    """The directory of a tiny model."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = AutoConfig.for_model(kind, **sizes, **heads, **EXPERTS, shared_expert_intermediate_size=24)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
-    engine = make_engine(tmp_path / "model")
+    config = AutoConfig.for_model(
+        kind, **sizes, **heads, **EXPERTS, shared_expert_intermediate_size=24, **keys
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_of_a_mixture_of_experts_the_linear_layers_are_adapted(kind: str, tmp_path: Path):
+    engine = make_engine(mixture_of_experts(kind, tmp_path / "model"))
     before = weights(engine)
     moved = {name for name, x in weights(trained(engine)).items() if not torch.equal(x, before[name])}
     linear = ("q_proj", "k_proj", "v_proj", "o_proj", "shared_expert", "shared_expert_gate")
@@ -140,6 +149,36 @@ def test_of_a_mixture_of_experts_the_linear_layers_are_adapted(kind: str, tmp_pa
     merged = adapted.merge_and_unload().state_dict()
     for name, x in engine.full_tensors():
         torch.testing.assert_close(merged[name], x)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("gate_proj", "up_proj"), ("gate_proj",), ("down_proj",)])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe"])
+def test_adapters_of_dense_layers_among_experts_are_read_as_the_page_says(
+    kind: str, targets: Any, tmp_path: Path
+):
+    directory = mixture_of_experts(kind, tmp_path / "model", mlp_only_layers=[0])
+    engine = make_engine(directory, adapters=AdapterOptions(rank=4, alpha=6.0, target_modules=targets))
+    trained(engine).export(tmp_path / "export")
+    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    ids = torch.arange(3, 27).view(2, 12)
+    with torch.no_grad():
+        unadapted, expected = base(ids).logits, merged(ids).logits
+        found = adapted_as_documented(kind, base, tmp_path / "export" / "adapter")(ids).logits
+    torch.testing.assert_close(found, expected)
+    assert (expected - unadapted).abs().max() > 1e-3
+
+
+def adapted_as_documented(kind: str, base: Any, adapter: Path) -> Any:
+    if kind != "qwen3_moe":
+        return PeftModel.from_pretrained(base, str(adapter))
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "lora.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    names: dict[str, Any] = {}
+    exec(block, names)
+    names["load_adapter"](base, str(adapter))
+    return base
 
 
 def test_there_is_optimizer_state_for_adapters_alone(tiny_llama_dir: Path):

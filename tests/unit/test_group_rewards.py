@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from python_path import python_path
 from unit.test_data_rewards import Group, column_of, reward_of, rewards
 
 from controller.role_groups.balance import by_groups
@@ -49,7 +50,7 @@ def scores(found: Sequence[reward_pb2.RowScore]) -> list[float | str]:
 def path() -> Iterator[None]:
     """Processes, too, find the functions."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+        patch.setenv("PYTHONPATH", python_path(Path(__file__).parent))
         patch.syspath_prepend(str(Path(__file__).parent))
         yield
 

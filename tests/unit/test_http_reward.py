@@ -97,21 +97,20 @@ def test_rows_are_sent_in_batches_and_scores_come_in_row_order(endpoint: Endpoin
 def test_a_request_has_the_fields_of_each_row(endpoint: Endpoint) -> None:
     (row,) = rows('2 "\U0001f600"\n')
     row.metadata.update({"level": 3, "tests": [{"input": "a"}]})
+    counted = [reward_pb2.TextRow(response="", response_tokens=count) for count in (0, 5)]
     with scorer_of(table(endpoint)) as scorer:
-        scorer.score_texts([row], call())
+        scorer.score_texts([row, *counted], call())
     ((path, headers, body),) = endpoint.requests
     assert path == "/v1/score"
     assert headers["Content-Type"] == "application/json"
-    assert body == {
-        "rows": [
-            {
-                "prompt": "1+1=",
-                "response": '2 "\U0001f600"\n',
-                "ground_truth": "2",
-                "metadata": {"level": 3, "tests": [{"input": "a"}]},
-            }
-        ]
+    sent = {
+        "prompt": "1+1=",
+        "response": '2 "\U0001f600"\n',
+        "ground_truth": "2",
+        "metadata": {"level": 3, "tests": [{"input": "a"}]},
     }
+    empty = {"prompt": "", "response": "", "ground_truth": "", "metadata": {}}
+    assert body == {"rows": [sent, {**empty, "response_tokens": 0}, {**empty, "response_tokens": 5}]}
 
 
 def test_no_rows_are_no_request(endpoint: Endpoint) -> None:

@@ -204,15 +204,18 @@ def test_parts_have_each_token_of_a_row_and_each_response_token_once(shapes: Row
     ):
         found = [getattr(part if name == "input_ids_BT" else part.packing, name) for part in parts]
         assert len({x.shape for x in found}) == 1
-        assert torch.equal(torch.cat(found, dim=1)[:, :num_tokens], row)
+        assert torch.equal(torch.stack(found, dim=2).flatten(1)[:, :num_tokens], row)
     owned = torch.stack([part.response_mask_BR for part in parts])
     assert torch.equal(owned.sum(dim=0), whole.response_mask_BR.long())
+    # Of each response, the tokens after its first one are predicted at consecutive positions, shared out in turn.
+    per_rank = owned.flatten(1).sum(dim=1)
+    assert per_rank.max() - per_rank.min() <= 2 * prompts.rows
     predicting = torch.full(whole.response_mask_BR.shape, -1)
     for rank, part in enumerate(parts):
         assert part.read_N is not None
         share = part.input_ids_BT.shape[1]
         assert len(part.read_N) == part.num_scored <= max(1, share)
-        own_BR = part.read_N[part.predicting_BR] + rank * share
+        own_BR = part.read_N[part.predicting_BR] * size + rank
         predicting = predicting.where(~part.response_mask_BR, own_BR)
         assert torch.equal(part.collect(whole.grid(whole.response_ids_N)), part.response_ids_N)
         assert part.response_lengths.tolist() == part.response_mask_BR.sum(dim=1).tolist()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from python_path import python_path
 from unit import own_rewards
 
 from deploy import preflight
@@ -31,7 +32,7 @@ MODULE = "unit.own_rewards"
 def path() -> Iterator[None]:
     """Processes, too, find the functions."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent), prepend=":")
+        patch.setenv("PYTHONPATH", python_path(Path(__file__).parent.parent))
         yield
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from python_path import python_path
 
 from rlhf.errors import CallCancelled, DeadlineExceeded
 from rlhf.v1 import common_pb2, reward_pb2
@@ -43,7 +44,7 @@ def rows(*responses: str) -> list[reward_pb2.TextRow]:
 def path() -> Iterator[None]:
     """Processes find the functions below."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+        patch.setenv("PYTHONPATH", python_path(Path(__file__).parent))
         patch.syspath_prepend(str(Path(__file__).parent))
         yield
 

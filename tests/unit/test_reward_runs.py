@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unit.http_endpoint import serving
 from unit.test_run_in_process import PROMPTS, SAMPLES, STEPS, config_of, on_services
 
 from controller.job import run
@@ -57,6 +58,18 @@ def test_a_verifier_behind_http_gives_the_numbers_of_the_function(tmp_path: Path
         assert [line[name] for line in theirs] == [line[name] for line in ours] == expected
     assert [line["reward/extra/characters"] for line in theirs] == [sum(RESPONSES) / len(RESPONSES)] * STEPS
     assert not any(name.startswith("reward/extra") for line in ours for name in line)
+
+
+def test_a_verifier_may_answer_with_a_score_for_each_token_that_it_was_told_of(tmp_path: Path) -> None:
+    pytest.importorskip("httpx")
+    with serving() as endpoint:
+        endpoint.answer = lambda number, body: (
+            200,
+            {},
+            {"scores": [[0.5] * row["response_tokens"] for row in body["rows"]]},
+        )
+        done = ran(tmp_path, kind="http", http={"urls": [f"{endpoint.url}/score"]})
+    assert [line["reward/mean"] for line in done] == [sum(RESPONSES) / len(RESPONSES) / 2] * STEPS
 
 
 @pytest.mark.parametrize(

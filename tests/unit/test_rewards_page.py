@@ -61,7 +61,7 @@ def test_the_function_scores_as_it_says(response: str, score: float) -> None:
 
 def test_requests_and_answers_of_a_verifier_are_those_of_the_page() -> None:
     request, answers = blocks("json")
-    row = reward_pb2.TextRow(prompt="1+1=", response="2", ground_truth="2")
+    row = reward_pb2.TextRow(prompt="1+1=", response="2", ground_truth="2", response_tokens=2)
     row.metadata.update({"level": 3})
     assert json.loads(request) == {"rows": [json_row(row)]}
     read = [read_answer("http://x/", json.loads(line), 1) for line in answers.splitlines()]

@@ -335,8 +335,7 @@ def test_wandb_offline_has_each_step_once_after_a_resume(
 @needs("wandb")
 def test_wandb_without_a_key_is_refused_without_asking_for_one(tmp_path: Path) -> None:
     code = "from controller.tracking.trackers import find_trackers; find_trackers(['wandb'])"
-    path = ":".join(sys.path)
-    environment = {"HOME": str(tmp_path), "PYTHONPATH": path, "WANDB_MODE": "online"}
+    environment = {"HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path), "WANDB_MODE": "online"}
     command = [sys.executable, "-c", code]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert "ConfigError: tracking.trackers: wandb has no API key: set WANDB_API_KEY" in ran.stderr

@@ -713,6 +713,7 @@ class TestReport:
         assert curve.points == [(step, step % 7) for step in range(300)]
 
     def test_a_run_that_did_no_step_has_a_report(self, tmp_path: Path) -> None:
+        (tmp_path / "config.toml").write_text("")
         root = page(tmp_path)
         assert "No step was completed." in text_of(root)
         assert not cards(root)
