@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
@@ -223,8 +224,8 @@ def _while_loading(use: ModelUse, stage: int) -> int:
     if use.engine == "none":
         return 0
     if is_sharded(use):
-        root, layer = fsdp_groups(use, stage)
-        return (root + 2 * layer) * use.itemsize
+        root, layers = fsdp_groups(use, stage)
+        return (root + 2 * max(layers)) * use.itemsize
     return max(weight.numel for _, weight in stage_weights(use, stage)) * use.kept_itemsize
 
 
@@ -252,35 +253,45 @@ def _transition(use: ModelUse, stage: int) -> tuple[int, int]:
 def _forward(use: ModelUse, counts: acts.TokenCounts, stage: int) -> dict[str, int]:
     """Returns the bytes of a forward pass without gradients at its largest moment, by component.
 
-    FSDP2 gathers the next group while it still has the one before flat: most of all the first layer's beside the root
-    group's (embedding, norm and head), when there are hardly any activations.
+    FSDP2 has three copies of groups while it gathers one, when there are hardly any activations: the one before, flat
+    (`prev_all_gather_state` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py), the group itself, flat, and in
+    place. Of the first layer, the root group (embedding, norm and head) is the one before, and stays in place. On one
+    rank it casts one tensor at a time.
     """
     e, stream = use.itemsize, use.stream_itemsize
     hidden = counts.tokens * use.shape.hidden * stream
     is_last = stage == use.mesh[0] - 1
     # The last layer computes fewer tokens.
     num_whole = use.shape.layers // use.mesh[0] - (1 if is_last and use.packs else 0)
-    in_layer = acts.rotary(use, counts.tokens) + acts.in_forward_of_layer(
+    in_layer = acts.rotary(use, counts.tokens) + acts.in_forward_of_layers(
         use, counts.tokens, counts.attended, is_only=num_whole == 1
     )
     in_head = hidden + acts.in_forward_of_head(use, counts.scored) if is_last else 0
-    at_first, at_layer, at_head = 0, 0, 0
+    at_gather, at_layer, at_head = 0, 0, 0
     if is_sharded(use):
-        root, each = (numel * e for numel in fsdp_groups(use, stage))
+        root, layers = fsdp_groups(use, stage)
         is_cut = use.mesh[2] > 1
-        cast = each // use.mesh[2] if e < use.kept_itemsize else 0
-        at_first = 2 * (root + each) + cast if is_cut else 0
-        at_layer, at_head = root + (2 if is_cut else 1) * each, root + (each if is_cut else 0)
+        at_gather = e * (root + max(layers) + _largest_of_layers(use))
+        if is_cut:
+            cast = layers[0] // use.mesh[2] if e < use.kept_itemsize else 0
+            after_another = (before + 2 * each for before, each in pairwise(layers))
+            at_gather = e * max(2 * (root + layers[0]) + cast, *(root + most for most in after_another))
+        at_layer = e * (root + (2 if is_cut else 1) * max(layers))
+        at_head = e * (root + (layers[-1] if is_cut else 0))
     elif use.engine == "zero":
         at_layer = zero_gathered(use)
         # Autocast's copies are dropped at the end of the last layer.
         at_head = at_layer if use.zero_stage == 3 else 0
     moments = [
-        {"activations": hidden, "gathered weights": at_first},
+        {"activations": hidden, "gathered weights": at_gather},
         {"activations": in_layer, "gathered weights": at_layer},
         {"activations": in_head, "gathered weights": at_head},
     ]
     return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def _largest_of_layers(use: ModelUse) -> int:
+    return max(weight.numel for kind in use.shape.layer_kinds for weight in kind.weights)
 
 
 def _present(parts: Mapping[str, int]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,8 @@ class Rows:
     response_tokens: int
 
 
-def main(cases: Sequence[tuple[ModelUse, Rows]], directory: Path) -> list[dict[str, int]]:
-    return [measure(use, rows, directory) for use, rows in cases]
+def main(cases: Sequence[tuple[ModelUse, Rows]], models: Mapping[str, Path]) -> list[dict[str, int]]:
+    return [measure(use, rows, models[use.shape.family]) for use, rows in cases]
 
 
 def measure(use: ModelUse, rows: Rows, directory: Path, repeats: int = REPEATS) -> dict[str, int]:
