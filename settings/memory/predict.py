@@ -255,8 +255,8 @@ def _forward(use: ModelUse, counts: acts.TokenCounts, stage: int) -> dict[str, i
 
     FSDP2 has three copies of groups while it gathers one, when there are hardly any activations: the one before, flat
     (`prev_all_gather_state` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py), the group itself, flat, and in
-    place. Of the first layer, the root group (embedding, norm and head) is the one before, and stays in place. On one
-    rank it casts one tensor at a time.
+    place, or before on a CPU in gloo's own copy, beside the shards. Before the first layer there is the root group
+    (embedding, norm and head), which also stays in place. On one rank FSDP2 casts one tensor at a time.
     """
     e, stream = use.itemsize, use.stream_itemsize
     hidden = counts.tokens * use.shape.hidden * stream
@@ -273,9 +273,10 @@ def _forward(use: ModelUse, counts: acts.TokenCounts, stage: int) -> dict[str, i
         is_cut = use.mesh[2] > 1
         at_gather = e * (root + max(layers) + _largest_of_layers(use))
         if is_cut:
-            cast = layers[0] // use.mesh[2] if e < use.kept_itemsize else 0
-            after_another = (before + 2 * each for before, each in pairwise(layers))
-            at_gather = e * max(2 * (root + layers[0]) + cast, *(root + most for most in after_another))
+            # The shards to gather, cast.
+            cast = 1 / use.mesh[2] if e < use.kept_itemsize and not use.on_gpu else 0
+            after = (before + (2 + cast) * each for before, each in pairwise((root, *layers)))
+            at_gather = int(e * (root + max(after)))
         at_layer = e * (root + (2 if is_cut else 1) * max(layers))
         at_head = e * (root + (layers[-1] if is_cut else 0))
     elif use.engine == "zero":

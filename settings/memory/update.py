@@ -139,20 +139,31 @@ def _moments_of_layer(
             **_sharding_at_layer(use, stage, number),
         },
     )
-    if not is_sharded(use) or use.adapters is not None:
+    if not is_sharded(use):
+        return
+    sharding = _sharding_at_layer(use, stage, number)
+    if number and use.mesh[2] > 1 and not use.on_gpu:
+        ahead = fsdp_groups(use, stage)[1][number - 1] * use.itemsize
+        # gloo has a copy of its own, and there are the shards, cast.
+        copies = ahead + (ahead // use.mesh[2] if use.itemsize < use.kept_itemsize else 0)
+        kept = sizes.inputs * (number + 1) if use.activation_checkpointing else _at_layer(use, sizes, number)
+        held_then = {"gradients": gradients, "activations": held + sizes.shared + kept}
+        yield Moment(f"gathering ahead of layer {number}", {**held_then, **sharding, "temporaries": copies})
+    if use.adapters is not None:
         return
     before = sizes.shared + number * sizes.inputs
     if not use.activation_checkpointing:
         before = sizes.shared + sum(sizes.layers[:number])
     activations = held + before + sizes.inputs
     layer = fsdp_groups(use, stage)[1][number]
-    sharding = _sharding_at_layer(use, stage, number)
     computed = {"gradients": gradients, "activations": activations}
     yield Moment(
         f"gradients of layer {number}", {**computed, **sharding, "temporaries": layer * use.itemsize}
     )
     cast = FLOAT32 * largest_kept(use, stage) if casts_parts(use) else 0
-    reducing = layer * FLOAT32 + max(layer * use.itemsize + cast, layer * FLOAT32 // use.mesh[2])
+    gloo = layer * FLOAT32 if use.mesh[2] > 1 and not use.on_gpu else 0
+    reduced = gloo + layer * FLOAT32 // use.mesh[2]
+    reducing = layer * FLOAT32 + max(layer * use.itemsize + cast, reduced)
     sharding["gathered weights"] -= layer * use.itemsize
     sharding["gradients to reduce"] -= _reduced_before(use, stage, number)
     yield Moment(f"reduction of layer {number}", {**computed, **sharding, "temporaries": reducing})
@@ -262,7 +273,7 @@ def _sharding_at_layer(use: ModelUse, stage: int, number: int) -> dict[str, int]
     if not is_sharded(use):
         return _zero_computing(use)
     root, layers = fsdp_groups(use, stage)
-    prefetched = layers[max(0, number - 1)] if use.mesh[2] > 1 else 0
+    prefetched = layers[number - 1] if number and use.mesh[2] > 1 else 0
     trains = use.learns and use.adapters is None
     head = _output_numel(use) * use.itemsize if trains and stage == use.mesh[0] - 1 else 0
     return {
