@@ -54,7 +54,9 @@ def decoded_weights(shape: ModelShape, rows: float) -> float:
     """Returns the parameters that a decoding step of `rows` rows reads, which for one row are those that compute each
     row: the layers' without experts that no row chooses, and all others but the embedding, unless it computes the
     logits."""
-    ends = sum(weight.numel for weight in shape.end) + (shape.embedding.numel if shape.shares_embedding else 0)
+    ends = sum(weight.numel for weight in shape.end) + (
+        shape.embedding.numel if shape.shares_embedding else 0
+    )
     return ends + shape.read_by(rows)
 
 

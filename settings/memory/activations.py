@@ -152,9 +152,9 @@ def in_backward_of_layer(use: ModelUse, is_sparse: bool, tokens: int) -> int:
 
 def in_forward_of_layers(use: ModelUse, tokens: int, attended: int, *, is_only: bool = False) -> int:
     """Returns the bytes of the tensors of the layer that has most at the largest moment of a forward pass without
-    gradients: the embedding's output, the layer's input, the residual and the norm's output, with activated gate, up and their product
-    in the feed-forward layer; or, before, with queries, keys and values, rotated, unpacked, and the attention's
-    output.
+    gradients: the embedding's output, the layer's input, the residual and the norm's output, with activated gate, up
+    and their product in the feed-forward layer; or, before, with queries, keys and values, rotated, unpacked, and the
+    attention's output.
 
     Args:
         use: Use of the model.
@@ -166,9 +166,7 @@ def in_forward_of_layers(use: ModelUse, tokens: int, attended: int, *, is_only: 
     h, q, k = sizes.hidden * use.stream_itemsize, sizes.query, sizes.key
     # An adapter's output and its scaled copy are there beside the layer's own.
     dense = tokens * e * (4 if use.adapters else 3) * sizes.units
-    units = (
-        experts.in_forward(use, tokens) if kind.is_sparse else dense for kind in use.shape.layer_kinds
-    )
+    units = (experts.in_forward(use, tokens) if kind.is_sparse else dense for kind in use.shape.layer_kinds)
     feed_forward = tokens * (3 if is_only else 4) * h + max(units)
     attention = tokens * (3 * h + e * (q + 2 * k)) + attended * e * (2 * q + 2 * k)
     return max(feed_forward, attention)

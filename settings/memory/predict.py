@@ -254,8 +254,8 @@ def _forward(use: ModelUse, counts: acts.TokenCounts, stage: int) -> dict[str, i
     """Returns the bytes of a forward pass without gradients at its largest moment, by component.
 
     FSDP2 has three copies of groups while it gathers one, when there are hardly any activations: the one before, flat
-    (`prev_all_gather_state` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py), the group itself, flat, and in
-    place, or before on a CPU in gloo's own copy, beside the shards. Before the first layer there is the root group
+    (`prev_all_gather_state` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py), the group itself, flat, and
+    in place, or before on a CPU in gloo's own copy, beside the shards. Before the first layer there is the root group
     (embedding, norm and head), which also stays in place. On one rank FSDP2 casts one tensor at a time.
     """
     e, stream = use.itemsize, use.stream_itemsize

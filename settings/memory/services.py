@@ -47,7 +47,9 @@ def service_use(
     use = _use(table, on_gpu, truncates, generates)
     meshed = use.mesh[:2] != (1, 1) or (use.rollout is not None and use.rollout.is_shared)
     if use.shape.experts is not None and (use.engine in ("3d", "zero") or meshed):
-        raise NotPredicted("mixtures of experts are predicted in engine fsdp, each rank with the whole model to generate")
+        raise NotPredicted(
+            "mixtures of experts are predicted in engine fsdp, each rank with the whole model to generate"
+        )
     return use
 
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from settings.memory import activations as acts
 from settings.memory.activations import TokenCounts
+from settings.memory.shape import WeightSize
 from settings.memory.shards import (
     adapter_weights,
     cut_shape,
@@ -19,7 +20,6 @@ from settings.memory.shards import (
     trained_numel,
     zero_flat_numel,
 )
-from settings.memory.shape import WeightSize
 from settings.memory.use import FLOAT32, ModelUse
 
 BUCKET_NUMEL = 1 << 24
@@ -324,8 +324,9 @@ def _reducing(use: ModelUse, counts: TokenCounts, stage: int) -> dict[str, int]:
     """Returns the bytes of temporaries when the last gradients of a backward pass are reduced.
 
     FSDP2: weights and gradients of the root group, in the type of computation; the gradients in float32; and the first
-    layer's, which are reduced meanwhile. Engine 3d with replicas: buckets of small tensors. ZeRO stages 1 and 2: copies of the partition's
-    gradients, concatenated and padded, and those of earlier micro-batches; stage 3: copies of the bucket.
+    layer's, which are reduced meanwhile. Engine 3d with replicas: buckets of small tensors. ZeRO stages 1 and 2: copies
+    of the partition's gradients, concatenated and padded, and those of earlier micro-batches; stage 3: copies of the
+    bucket.
     """
     trains = use.adapters is None
     if is_sharded(use) and trains:

@@ -163,9 +163,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pytest.param(4, MORE_OF_3D, id="4-3d", marks=pytest.mark.full),
     ],
 )
-def test_ranks_hold_what_is_predicted(
-    num_ranks: int, cases: dict[str, Any], models: dict[str, Path]
-) -> None:
+def test_ranks_hold_what_is_predicted(num_ranks: int, cases: dict[str, Any], models: dict[str, Path]) -> None:
     reports = launch(
         "integration.predicted_memory_main",
         num_ranks,

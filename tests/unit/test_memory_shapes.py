@@ -104,7 +104,9 @@ def test_each_layer_of_a_mixture_has_the_weights_of_transformers_layer(name: str
     shape = ModelShape.of(MIXTURES[name])
     model: Any = on_meta(MIXTURES[name])
     for kind, layer in zip(shape.kinds, model.model.layers, strict=True):
-        assert {w.name: w.shape for w in kind.weights} == {n: tuple(p.shape) for n, p in layer.named_parameters()}
+        assert {w.name: w.shape for w in kind.weights} == {
+            n: tuple(p.shape) for n, p in layer.named_parameters()
+        }
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -143,7 +145,51 @@ def test_the_models_of_the_paper_have_the_sizes_of_their_names(name: str, billio
     assert shape.num_parameters == two_layers + (shape.layers - 2) * shape.layer_numel
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("config", "billions", "of_a_token"),
+    [
+        # "Mixtral of Experts" (Jiang et al. 2024), Table 1: 13 B active; 46.7 B and 12.9 B in its announcement.
+        (
+            {
+                "model_type": "mixtral",
+                "vocab_size": 32000,
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+            },
+            46.7,
+            12.9,
+        ),
+        # Qwen3-30B-A3B, of its model card.
+        (
+            {
+                "model_type": "qwen3_moe",
+                "vocab_size": 151936,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 32,
+                "head_dim": 128,
+            },
+            30.5,
+            3.3,
+        ),
+    ],
+    ids=["mixtral", "qwen3_moe"],
+)
+def test_published_mixtures_have_the_sizes_that_are_published(
+    config: dict[str, Any], billions: float, of_a_token: float
+) -> None:
+    shape = ModelShape.of(config)
+    assert shape.num_parameters / 1e9 == pytest.approx(billions, abs=0.05)
+    ends = sum(weight.numel for weight in (shape.embedding, *shape.end))
+    assert (shape.read_by(1) + ends) / 1e9 == pytest.approx(of_a_token, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"]
+)
 def test_keys_that_a_config_leaves_out_have_transformers_defaults(family: str) -> None:
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     given = {"model_type": family, "num_attention_heads": 32, **{key: SIZES[key] for key in required}}
