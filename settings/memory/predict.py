@@ -170,7 +170,11 @@ def idle_parts(use: ModelUse, stage: int) -> dict[str, int]:
     if rollout is not None and rollout.in_place:
         # Training weights, or their rounded copies, are views of the generation weights' memory.
         parts["generation weights"] = (generation_numel(use, stage) - kept) * use.itemsize
-    elif rollout is not None and (rollout.engine != "hf" or use.engine != "3d"):
+    elif rollout is not None and use.engine == "3d" and rollout.engine == "hf":
+        # Gathered into new memory, which is kept until they are gathered again.
+        numel = use.shape.num_parameters if rollout.gathers_all else generation_numel(use, stage)
+        parts["generation weights"] = numel * use.itemsize if rollout.generates else 0
+    elif rollout is not None:
         parts["generation weights"] = generation_numel(use, stage) * use.itemsize
         if rollout.engine == "vllm":
             parts["KV cache"] = rollout.cache_bytes
@@ -243,11 +247,7 @@ def _transition(use: ModelUse, stage: int) -> tuple[int, int]:
         return idle, resharding_bytes(use) if rollout.is_shared else whole
     if rollout.in_place:
         return idle, 0
-    layers = shape.layer_numel // rollout.tensor * (use.mesh[0] // rollout.pipeline) * e
-    numel = shape.num_parameters if rollout.gathers_all else generation_numel(use, stage)
-    if rollout.engine == "hf":
-        return numel * e, layers
-    return idle, layers
+    return idle, shape.layer_numel // rollout.tensor * (use.mesh[0] // rollout.pipeline) * e
 
 
 def _forward(use: ModelUse, counts: acts.TokenCounts, stage: int) -> dict[str, int]:

@@ -28,6 +28,7 @@ from services.models.families import load_causal_lm, load_value_model
 from services.models.loading import load_on_meta
 from services.rollout.base import RolloutSetup
 from services.rollout.factory import make_rollout
+from services.rollout.sharded import ShardedDecoder
 from services.values.inbox import EngineInbox
 from services.weights.resharding import Resharding
 from services.weights.wanted import weight_shards, whole_weights
@@ -95,6 +96,7 @@ def measure(use: ModelUse, rows: Rows, directory: Path, repeats: int = REPEATS) 
         return measure_rollout_service(use, directory)
     engine = make_engine(use, directory)
     found = measure_generation(use, directory, engine)
+    decoder = gathering_decoder(use, directory, engine)
     micro_batches = [_micro_batch(use, rows, engine) for _ in range(MICRO_BATCHES)]
     head: Any = value_head if use.shape.head == "value" else PolicyHead()
     found |= {
@@ -120,20 +122,50 @@ def measure(use: ModelUse, rows: Rows, directory: Path, repeats: int = REPEATS) 
         found["gradients"] = gradients[0]
         found["snapshot"] = _storage_bytes(engine.snapshot().tensors.values())
         found["update"] = _peak(lambda: engine.step(micro_batches, head, loss), repeats)
+    if decoder is not None:
+        found["generation"] = _storage_bytes(decoder.weight_memory().values())
     return found
 
 
 def measure_generation(use: ModelUse, directory: Path, engine: ShardedEngine) -> dict[str, int]:
-    """Returns the bytes of the rank's generation shard, and the peak of a transition, where ranks of an engine without
-    a mesh share the model to generate."""
+    """Returns the bytes of the rank's generation shard, and the peak of a transition, where ranks share the model to
+    generate, with weights that are no part of the training engine's memory; with adapters also the bytes of merged
+    weights on the rank that has most."""
     if use.rollout is None or not use.rollout.is_shared or use.engine == "3d":
         return {}
+    merged = {}
+    if use.adapters is not None:
+        merged["merged"] = _most(_storage_bytes([shard.tensor for _, shard in engine.local_shards()]))
     mesh = Mesh(*use.mesh, use.rollout.pipeline, use.rollout.tensor, usual_order=True)
     weights = Resharding(engine, directory, mesh, dtype=getattr(torch, use.dtype), device=CPU)
-    shard = [_storage_bytes([x for _, x in weights.rollout_weights()])]
-    most = torch.tensor(shard)
+    most = _most(_storage_bytes([x for _, x in weights.rollout_weights()]))
+    return {
+        "generation": most,
+        "transition": _peak(lambda: dict(weights.rollout_weights()), REPEATS),
+        **merged,
+    }
+
+
+def _most(nbytes: int) -> int:
+    """Returns the largest number that a rank passes. Collective."""
+    most = torch.tensor(nbytes)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    return {"generation": int(most), "transition": _peak(lambda: dict(weights.rollout_weights()), REPEATS)}
+    return int(most)
+
+
+def gathering_decoder(use: ModelUse, directory: Path, engine: ShardedEngine) -> ShardedDecoder | None:
+    """Returns the decoder of rollout engine hf with weights that engine 3d has gathered into memory of their own; None
+    for other uses."""
+    rollout = use.rollout
+    if rollout is None or use.engine != "3d" or rollout.in_place:
+        return None
+    mesh = Mesh(*use.mesh, rollout.pipeline, rollout.tensor)
+    assert isinstance(engine, ThreeDParallelEngine)
+    decoder = ShardedDecoder(
+        directory, mesh, engine.generation_shards, dtype=getattr(torch, use.dtype), device=CPU
+    )
+    decoder.load_weights(engine.rollout_weights())
+    return decoder
 
 
 def measure_rollout_service(use: ModelUse, directory: Path) -> dict[str, int]:
@@ -194,7 +226,7 @@ def make_engine(use: ModelUse, directory: Path) -> ShardedEngine:
             optimizer=optimizer,
             with_value_head=use.shape.head == "value",
             transition="hybridflow" if generates else None,
-            generates_in_place=generates,
+            generates_in_place=use.rollout is not None and use.rollout.in_place,
             activation_checkpointing=use.activation_checkpointing,
             shards_over_data=use.shards_over_data,
         )

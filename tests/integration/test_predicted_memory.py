@@ -13,7 +13,7 @@ from integration.predicted_memory_main import MICRO_BATCHES, Rows
 from integration.ranks import launch
 from settings.memory.predict import StageName, predict_rank
 from settings.memory.shape import ModelShape
-from settings.memory.use import ModelUse, RolloutUse, RowSizes
+from settings.memory.use import AdapterSize, ModelUse, RolloutUse, RowSizes
 
 pytestmark = pytest.mark.slow
 
@@ -80,11 +80,17 @@ TWO_RANKS = {
     "fsdp, bfloat16, few tokens": (replace(FSDP, dtype="bfloat16"), FEW),
     "fsdp, generating together": (replace(FSDP, rollout=RolloutUse(tensor=2)), MANY),
     "fsdp, dividing tokens": (replace(FSDP, sequence_parallel=2), DIVIDED),
+    "zero-2": (ZERO, MANY),
+    "zero-3, few tokens": (replace(ZERO, zero_stage=3), FEW),
+}
+TWO_RANKS_MORE = {
+    "fsdp, adapters, generating together": (
+        replace(FSDP, adapters=AdapterSize(rank=8), rollout=RolloutUse(tensor=2), dtype="bfloat16"),
+        MANY,
+    ),
     "mixtral, few tokens": (MIXTRAL, FEW),
     "qwen2_moe, bfloat16": (replace(QWEN2_MOE, dtype="bfloat16"), MANY),
     "qwen3_moe, dividing tokens": (replace(QWEN3_MOE, sequence_parallel=2), DIVIDED),
-    "zero-2": (ZERO, MANY),
-    "zero-3, few tokens": (replace(ZERO, zero_stage=3), FEW),
 }
 MORE_OF_FSDP = {
     "fsdp, few tokens": (FSDP, FEW),
@@ -128,6 +134,10 @@ FOUR_RANKS = {
         FEW,
     ),
     "2-2-1": (replace(THREE_D, mesh=(2, 2, 1)), MANY),
+    "1-2-2, sharded over data, generating on 1-2-2": (
+        replace(THREE_D, shards_over_data=True, rollout=RolloutUse(tensor=2)),
+        MANY,
+    ),
     "a rollout service, 1-2-2": (replace(ROLLOUT, mesh=(1, 2, 2), rollout=RolloutUse(tensor=2)), MANY),
     "a rollout service, 2-2-1": (
         replace(ROLLOUT, mesh=(2, 2, 1), rollout=RolloutUse(pipeline=2, tensor=2), dtype="bfloat16"),
@@ -156,6 +166,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("num_ranks", "cases"),
     [
         pytest.param(2, TWO_RANKS, id="2"),
+        pytest.param(2, TWO_RANKS_MORE, id="2-more"),
         pytest.param(4, FOUR_RANKS, id="4"),
         pytest.param(2, MORE_OF_FSDP, id="2-fsdp", marks=pytest.mark.full),
         pytest.param(2, MORE_OF_MIXTURES, id="2-mixtures", marks=pytest.mark.full),
@@ -199,9 +210,13 @@ def _differences(use: ModelUse, rows: Rows, stage: int, found: dict[str, int]) -
     predicted, apart, wrong = {}, 0, []
     if "generation" in found:
         predicted["generation"] = apart = idle.device["generation weights"]
+    if "transition" in found:
         most = sum(stages["transition"].device[name] for name in ("generation weights", "gathered tensors"))
+        most += stages["transition"].host.get("merged weights", 0)
         if not apart / 2 <= found["transition"] <= most:
             wrong.append(f"the transition peaks at {found['transition']} bytes, predicted at most {most}")
+    if "merged" in found:
+        predicted["merged"] = stages["transition"].host["merged weights"]
     predicted["resident"] = idle.device_bytes - bucket - apart
     if use.learns:
         predicted["snapshot"] = stages["update"].host["snapshot before the update"]
