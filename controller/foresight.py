@@ -21,7 +21,9 @@ from settings.model import LoadedModelTable, ModelTable
 from settings.reward import RewardTable
 
 
-def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
+def arena_mb_needed(
+    config: Config, prompt_tokens: int, further_responses: tuple[int, int] = (0, 0)
+) -> dict[str, int]:
     """Estimates the arena that services need per rank, in MiB by service: it must hold their columns of the largest
     batch, that of a step or of an evaluation, and of `run.ahead` further steps, with all responses of maximum length.
     Services of roles that keep no columns of tokens are left out.
@@ -29,10 +31,13 @@ def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
     Args:
         config: Configuration of the run.
         prompt_tokens: Length of the longest prompt, in tokens.
+        further_responses: Responses that the algorithm keeps beside one per row, of a step and of a batch of an
+            evaluation (`controller.training.algorithm.Algorithm.further`).
     """
-    # Rows of the steps ahead are there beside the largest batch.
-    rows_ahead = config.run.ahead * config.rows_per_step
-    batch_rows = rows_ahead + max(config.rows_per_step, config.run.evaluation_rows)
+    spec = find_role("rollout")
+    generated_bytes = spec.prompt_token_bytes * prompt_tokens
+    generated_bytes += spec.response_token_bytes * config.rollout.max_response_tokens
+    turns_bytes = _turn_bytes(config, prompt_tokens)
     needed = {}
     for name, table in config.services.items():
         spec = find_role(table.role)
@@ -40,10 +45,19 @@ def arena_mb_needed(config: Config, prompt_tokens: int) -> dict[str, int]:
         row_bytes += spec.response_token_bytes * config.rollout.max_response_tokens
         if not row_bytes:
             continue
+        further_bytes = 0
         if isinstance(table, GeneratingTable) and table.generates:
-            row_bytes += _turn_bytes(config, prompt_tokens)
-        rows = math.ceil(batch_rows / (table.data_ranks if isinstance(table, ModelTable) else table.ranks))
-        needed[name] = max(1, math.ceil(rows * row_bytes / 2**20))
+            row_bytes += turns_bytes
+            further_bytes = generated_bytes + turns_bytes
+        ranks = table.data_ranks if isinstance(table, ModelTable) else table.ranks
+        step, evaluation = (
+            math.ceil(rows / ranks) * row_bytes + math.ceil(further / ranks) * further_bytes
+            for rows, further in zip(
+                (config.rows_per_step, config.run.evaluation_rows), further_responses, strict=True
+            )
+        )
+        # Rows of the steps ahead are there beside the largest batch.
+        needed[name] = max(1, math.ceil((config.run.ahead * step + max(step, evaluation)) / 2**20))
     return needed
 
 
@@ -56,12 +70,15 @@ def _turn_bytes(config: Config, prompt_tokens: int) -> int:
     return (environment.turns - 1) * (4 * prompt_tokens + 9 * config.rollout.max_response_tokens)
 
 
-def arena_warnings(config: Config, prompt_tokens: int) -> list[str]:
-    """Returns one warning for each service whose `arena_mb` is below the estimate of `arena_mb_needed`."""
+def arena_warnings(
+    config: Config, prompt_tokens: int, further_responses: tuple[int, int] = (0, 0)
+) -> list[str]:
+    """Returns one warning for each service whose `arena_mb` is below the estimate of `arena_mb_needed`, which takes the
+    same arguments."""
     return [
         f"services.{name}.arena_mb: {config.services[name].arena_mb} may be too small: if all responses have "
         f"rollout.max_response_tokens, {config.rollout.max_response_tokens}, each rank needs {needed}"
-        for name, needed in arena_mb_needed(config, prompt_tokens).items()
+        for name, needed in arena_mb_needed(config, prompt_tokens, further_responses).items()
         if needed > config.services[name].arena_mb
     ]
 

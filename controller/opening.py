@@ -73,7 +73,8 @@ def open_planned(
         directory = opened.enter_context(_directory(plan))
         # A run that is resumed keeps its config until its services have admitted it.
         resolved = None if plan.resumes else directory.write_text(CONFIG_FILE, plan.resolved(config))
-        for line in arena_warnings(config, longest_prompt(config, plan.data)):
+        further = plan.algorithm.further_responses(config)
+        for line in arena_warnings(config, longest_prompt(config, plan.data), further):
             progress.message(line)
         launched = _launched(plan, directory, resolved, progress) if launch else None
         if launched:

@@ -55,6 +55,11 @@ def check(config: Config, options: DAPOOptions) -> None:
         )
 
 
+def responses_of_rounds(config: Config, options: DAPOOptions) -> tuple[int, int]:
+    """Returns the responses that are kept beside one per row: in a step those of all rounds but one."""
+    return (options.max_rounds - 1) * config.rows_per_step, 0
+
+
 @algorithm(
     services=("actor", "reward"),
     options=DAPOOptions,
@@ -63,6 +68,7 @@ def check(config: Config, options: DAPOOptions) -> None:
     quickstart="groups",
     reads=(*POLICY, *REWARD),
     check=check,
+    further=responses_of_rounds,
 )
 def dapo(run: Run, options: DAPOOptions) -> None:
     """Runs DAPO, which needs services actor and reward."""

@@ -67,6 +67,12 @@ def check(config: Config, options: DistillOptions) -> None:
         )
 
 
+def greedy_responses(config: Config, options: DistillOptions) -> tuple[int, int]:
+    """Returns the responses that are kept beside one per row: with a reward, in an evaluation the greedy ones that it
+    scores."""
+    return 0, config.run.evaluation_rows if config.has_reward("reward") else 0
+
+
 @algorithm(
     services=("actor", "reference", "reward"),
     options=DistillOptions,
@@ -74,6 +80,7 @@ def check(config: Config, options: DistillOptions) -> None:
     reads=(*POLICY, *REWARD),
     check=check,
     optional=("reward",),
+    further=greedy_responses,
 )
 def distill(run: Run, options: DistillOptions) -> None:
     """Runs on-policy distillation, which needs services actor, the student, and reference, the teacher. A service

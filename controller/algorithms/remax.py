@@ -18,14 +18,24 @@ from controller.advantage import (
     steer,
 )
 from controller.advantage.columns import advantage_metrics, float64, make_column, mean
+from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.algorithm import KL_REWARD, POLICY, REWARD, NoOptions, algorithm
 from controller.training.deferral import future_columns
 from controller.training.run import Run
 from controller.training.step import Step
 
 
-@algorithm(services=("actor", "reference", "reward"), reads=(*POLICY, *REWARD, *KL_REWARD))
+def greedy_responses(config: Config, options: NoOptions) -> tuple[int, int]:
+    """Returns the responses that are kept beside one per row: in a step one per prompt."""
+    return config.data.prompts_per_step, 0
+
+
+@algorithm(
+    services=("actor", "reference", "reward"),
+    reads=(*POLICY, *REWARD, *KL_REWARD),
+    further=greedy_responses,
+)
 def remax(run: Run) -> None:
     """Runs ReMax, which needs services actor, reference and reward. The KL penalty is subtracted from
     the rewards."""

@@ -66,9 +66,9 @@ def models_of(config: Config, dataflow: Sequence[Call]) -> ConfiguredModels:
 
 
 def placeable(model: Model) -> Model:
-    """Returns a model in the engine that the search chooses meshes for: 3d, but fsdp for adapters, and for rewards the
-    one that they have: whole, or fsdp where they are sharded or learn. A rollout service has none. Plans
-    have no sequence parallelism, so the token budget of a rank is that of a whole group."""
+    """Returns a model in the engine that the search chooses meshes for: 3d, but fsdp for adapters and for mixtures of
+    experts, and for rewards the one that they have: whole, or fsdp where they are sharded or learn. A rollout service
+    has none. Plans have no sequence parallelism, so the token budget of a rank is that of a whole group."""
     use = model.use
     use = replace(use, micro_batch_tokens=use.token_budget, sequence_parallel=1)
     if use.engine == "none":
@@ -76,7 +76,7 @@ def placeable(model: Model) -> Model:
     if use.shape.head == "score":
         engine = "whole" if use.engine == "whole" else "fsdp"
         return replace(model, use=replace(use, engine=engine, offload_optimizer=False))
-    if use.adapters is not None:
+    if use.adapters is not None or use.shape.experts is not None:
         # Plans have no generation mesh for fsdp.
         rollout = use.rollout and replace(use.rollout, pipeline=1, tensor=1)
         return replace(model, use=replace(use, rollout=rollout))

@@ -90,15 +90,15 @@ def divisors(number: int) -> list[int]:
 
 def meshes(model: Model, site: Site, ranks: int, workload: Workload) -> Iterator[Sizes]:
     """Yields the meshes (p, t, d) of `ranks` ranks that a model can be divided over: t within a machine and a divisor
-    of heads, key-value heads and feed-forward units, p of layers; d of the rows of a mini-batch for models that are
-    trained, and at most the rows of a call."""
+    of heads, key-value heads and feed-forward units, p of layers, both 1 for mixtures of experts; d of the rows of a
+    mini-batch for models that are trained, and at most the rows of a call."""
     shape, use = model.use.shape, model.use
     most = min((call.rows for call in model.calls if call.rows), default=ranks)
     cut = max(1, workload.rows // workload.mini_batches)
     for data in divisors(ranks):
         if data > most or (use.learns and cut % data):
             continue
-        if use.engine not in ("3d", "none"):
+        if use.engine not in ("3d", "none") or shape.experts is not None:
             if data == ranks:
                 yield 1, 1, ranks
             continue

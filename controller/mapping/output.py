@@ -66,7 +66,10 @@ def planned_config(
     """
     tables = planned_tables(given, problem, plan)
     config = validate(Config, tables, "of the plan")
-    needed = arena_mb_needed(config, problem.workload.prompts.longest)
+    calls = [call for model in problem.models for call in model.calls]
+    generated = sum(call.rows for call in calls if call.kind == "generation")
+    further = max(0, generated - config.rows_per_step), 0
+    needed = arena_mb_needed(config, problem.workload.prompts.longest, further)
     for name, megabytes in needed.items():
         if megabytes > config.services[name].arena_mb:
             tables["services"][name]["arena_mb"] = megabytes

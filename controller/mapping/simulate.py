@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from controller.mapping.devices import GB, DeviceGroup
 from controller.mapping.work import (
-    KERNELS_PER_LAYER,
     cache_numbers,
     decoded_weights,
     forward_flops,
+    kernels,
     row_means,
 )
 from controller.mapping.workload import Workload
+from settings.memory.shards import adapter_weights
 from settings.memory.use import FLOAT32, ModelUse
 
 OPTIMIZER_BYTES = 28
@@ -128,7 +129,7 @@ def micro_batch(use: ModelUse, site: Site, rows: float, workload: Workload) -> M
     if is_sharded_over_data(use):
         gather = site.all_gather(weights, data, use.ranks, pipeline * tensor, _units(use))
     hand_over = site.send(hidden, pipeline * tensor, tensor) if pipeline > 1 else 0.0
-    launches = site.starting(KERNELS_PER_LAYER * shape.layers / pipeline)
+    launches = site.starting(kernels(shape) / pipeline)
     return MicroBatchTimes(compute, reduces, gather, hand_over, launches, site)
 
 
@@ -176,7 +177,7 @@ def _units(use: ModelUse) -> float:
 
 def _tensors(use: ModelUse) -> float:
     """Returns the number of weight tensors of a stage: those of its layers, and embedding, last norm and head."""
-    return use.shape.layers / use.mesh[0] * len(use.shape.layer) + 3
+    return sum(len(kind.numbers) * len(kind.weights) for kind in use.shape.layer_kinds) / use.mesh[0] + 3
 
 
 def _cut(use: ModelUse, rows: int, workload: Workload) -> tuple[float, int]:
@@ -195,8 +196,11 @@ def _trained(use: ModelUse) -> int:
     """Returns the parameters that are trained."""
     if use.adapters is None:
         return use.shape.num_parameters
-    per_layer = sum(sum(weight.shape) for weight in use.shape.layer if len(weight.shape) == 2)
-    return use.adapters.rank * use.shape.layers * per_layer
+    return sum(
+        len(kind.numbers) * weight.numel
+        for kind in use.shape.layer_kinds
+        for weight in adapter_weights(kind, use.adapters)
+    )
 
 
 def generation_s(use: ModelUse, site: Site, rows: int, workload: Workload, *, together: int) -> float:
@@ -229,15 +233,15 @@ def _wave_s(use: ModelUse, site: Site, rows: int, workload: Workload) -> float:
     pairs = sum(share * tokens * (tokens + 1) / 2 for tokens, share in workload.prompts.shares)
     prefill = forward_flops(shape, rows * prompt, rows * pairs, rows) / rollout.tensor / rate
     prefill += _layers_s(use, site, rows * prompt)
-    weights = decoded_weights(shape) * use.itemsize / parts
     per_position = cache_numbers(shape) * use.itemsize / parts
-    flops = 2 * decoded_weights(shape) / parts
+    flops = 2 * decoded_weights(shape, 1) / parts
     total = prefill
     for first, last, share in workload.responses.segments():
         live = rows * share
         # Expected steps in which at least one row goes on.
         steps = (last - first) * (1 - (1 - share) ** rows if share < 1 else 1)
         position = prompt + (first + last - 1) / 2
+        weights = decoded_weights(shape, live) * use.itemsize / parts
         memory = (weights + live * per_position * position) / group.bandwidth
         compute = live * flops / rate
         total += steps * (rollout.pipeline * max(memory, compute) + _layers_s(use, site, live))
@@ -252,7 +256,7 @@ def _layers_s(use: ModelUse, site: Site, tokens: float) -> float:
     hidden = tokens * use.shape.hidden * use.itemsize
     reduces = 2 * use.shape.layers * site.all_reduce(hidden, rollout.tensor, use.mesh[1])
     sends = (rollout.pipeline - 1) * site.send(hidden, use.mesh[0] * use.mesh[1], rollout.tensor)
-    return reduces + sends + site.starting(KERNELS_PER_LAYER * use.shape.layers)
+    return reduces + sends + site.starting(kernels(use.shape))
 
 
 def transition_s(use: ModelUse, site: Site) -> float:

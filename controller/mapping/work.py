@@ -9,9 +9,11 @@ from controller.mapping.workload import Workload
 from settings.memory.shape import ModelShape
 
 ID_BYTES, FLOAT_BYTES = 4, 4
-KERNELS_PER_LAYER = 34
+KERNELS_PER_LAYER, KERNELS_OF_EXPERTS = 34, 18
 """Operators of a layer in a decoding step of transformers' Llama: 12 of norms, 3 projections, 9 of rotary positions and
-the cache, 3 of attention, 1 output projection, 4 of the feed-forward layer, 2 residuals."""
+the cache, 3 of attention, 1 output projection, 4 of the feed-forward layer, 2 residuals. A sparse layer has, in place
+of the 4, 4 of the router, 9 of sorting tokens and their weights by experts, 4 of the experts, and 5 of weighing their
+outputs and adding them up."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,27 @@ def row_means(workload: Workload) -> RowMeans:
 
 
 def forward_flops(shape: ModelShape, tokens: float, pairs: float, scored: float) -> float:
-    """Returns the operations of a forward pass: two for each weight and token (Kaplan et al. 2020, section 2.1), for
-    each pair of tokens two products of the size of the queries, and logits of scored tokens."""
-    in_layers = shape.layers * (2 * shape.layer_numel * tokens + 4 * shape.query * pairs)
+    """Returns the operations of a forward pass: two for each token and weight that computes it (Kaplan et al. 2020,
+    section 2.1), for each pair of tokens two products of the size of the queries, and logits of scored tokens."""
+    in_layers = 2 * shape.read_by(1) * tokens + 4 * shape.layers * shape.query * pairs
     head = 2 * shape.vocabulary * shape.hidden * scored if shape.head == "lm" else 0
     return in_layers + head
 
 
-def decoded_weights(shape: ModelShape) -> int:
-    """Returns the parameters that a decoding step reads: all but the embedding, unless it computes the logits."""
-    return shape.num_parameters - (0 if shape.shares_embedding else shape.embedding.numel)
+def decoded_weights(shape: ModelShape, rows: float) -> float:
+    """Returns the parameters that a decoding step of `rows` rows reads, which for one row are those that compute each
+    row: the layers' without experts that no row chooses, and all others but the embedding, unless it computes the
+    logits."""
+    ends = sum(weight.numel for weight in shape.end) + (
+        shape.embedding.numel if shape.shares_embedding else 0
+    )
+    return ends + shape.read_by(rows)
+
+
+def kernels(shape: ModelShape) -> int:
+    """Returns the operators of all layers in a decoding step."""
+    sparse = sum(len(kind.numbers) for kind in shape.layer_kinds if kind.is_sparse)
+    return shape.layers * KERNELS_PER_LAYER + sparse * KERNELS_OF_EXPERTS
 
 
 def cache_numbers(shape: ModelShape) -> int:

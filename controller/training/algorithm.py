@@ -63,6 +63,8 @@ class Algorithm:
             incompatible; None: no further check.
         only_for: Key of `[algorithm]` for each service that is needed only where that key is not 0, by its name.
         optional: Names of those rewards that it uses only where the configuration has them.
+        further: Function that takes the configuration and the options, and returns how many responses the ranks that
+            generate keep beside one per row: most of a step, and most of a batch of an evaluation. None: none.
     """
 
     function: Callable[..., Any]
@@ -77,6 +79,7 @@ class Algorithm:
     check: Callable[[Config, Any], None] | None = None
     only_for: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
+    further: Callable[[Config, Any], tuple[int, int]] | None = None
 
     @property
     def name(self) -> str:
@@ -116,6 +119,11 @@ class Algorithm:
         if self.check:
             self.check(configured, options)
         return configured
+
+    def further_responses(self, config: Config) -> tuple[int, int]:
+        """Returns `further` of `config`, which `configure` must have returned."""
+        options = self.options.model_validate(config.algorithm.options)
+        return self.further(config, options) if self.further else (0, 0)
 
     def resolved(self, config: Config) -> dict[str, Any]:
         """Returns the tables of a config file for `config`, which `configure` must have returned: all keys that the
@@ -251,13 +259,14 @@ def algorithm(
     check: Callable[[Config, Any], None] | None = None,
     only_for: Mapping[str, str] | None = None,
     optional: tuple[str, ...] = (),
+    further: Callable[[Config, Any], tuple[int, int]] | None = None,
 ) -> Callable[[Callable[..., None]], Algorithm]:
     """Decorator that makes an `Algorithm` of a function.
 
     Args:
         services: Names of the services that it needs, where each is named like its role; else roles by name.
-        options, defaults, compares_groups, quickstart, columns, trains, reads, check, only_for, optional: As in
-            `Algorithm`.
+        options, defaults, compares_groups, quickstart, columns, trains, reads, check, only_for, optional, further: As
+            in `Algorithm`.
     """
     roles = dict(services) if isinstance(services, Mapping) else {name: name for name in services}
 
@@ -276,6 +285,7 @@ def algorithm(
             check,
             only_for or {},
             optional,
+            further,
         )
 
     return declare

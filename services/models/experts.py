@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 _IN_MODEL = ".mlp."
@@ -69,8 +68,7 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """A tensor of all experts [experts, rows, columns], read from files that have its parts, with the interface of a
-    safetensors slice.
+    """A tensor of all experts [experts, rows, columns] in files that have its parts.
 
     Args:
         experts: Safetensors slices whose rows, concatenated, are the matrix of each expert.
@@ -83,23 +81,17 @@ class StackedExperts:
         shapes = [part.get_shape() for part in self.experts[0]]
         return [len(self.experts), sum(rows for rows, _ in shapes), shapes[0][1]]
 
-    def __getitem__(self, box: tuple[slice, slice, slice]) -> Tensor:
+    def fill(self, tensor: Tensor, box: tuple[slice, slice, slice]) -> None:
+        """Reads a box of the whole tensor into `tensor`, converted to the type of that, one part of an expert at a
+        time."""
         chosen, rows, columns = box
-        matrices = [_rows(parts, rows, columns) for parts in self.experts[chosen]]
-        if matrices:
-            return torch.stack(matrices)
-        return torch.empty([len(range(size)[part]) for size, part in zip(self.get_shape(), box, strict=True)])
-
-
-def _rows(parts: Sequence[Any], rows: slice, columns: slice) -> Tensor:
-    """Reads rows of a matrix whose parts are concatenated."""
-    found, first = [], 0
-    for part in parts:
-        count = part.get_shape()[0]
-        begin, end = (min(max(row - first, 0), count) for row in (rows.start, rows.stop))
-        found.append(part[begin:end, columns])
-        first += count
-    return torch.cat(found)
+        for matrix, parts in zip(tensor, self.experts[chosen], strict=True):
+            first = filled = 0
+            for part in parts:
+                count = part.get_shape()[0]
+                begin, end = (min(max(row - first, 0), count) for row in (rows.start, rows.stop))
+                matrix[filled : filled + end - begin].copy_(part[begin:end, columns])
+                first, filled = first + count, filled + end - begin
 
 
 _OF_QWEN = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.models.directory import VALUE_HEAD_FILE
-from services.models.experts import EXPERTS, ExpertNames
+from services.models.experts import EXPERTS, ExpertNames, StackedExperts
 from services.models.export import tensors_sha256
 from services.storage.checkpoint import WeightShard
 
@@ -81,7 +81,10 @@ class WeightsReader:
             raise ValueError(
                 f"{self._directory} holds {name} as {stored.get_shape()}, expected {[*shard.whole]}"
             )
-        shard.tensor.copy_(stored[shard.box])
+        if isinstance(stored, StackedExperts):
+            stored.fill(shard.tensor, shard.box)
+        else:
+            shard.tensor.copy_(stored[shard.box])
 
     def _stored(self, name: str) -> Any:
         """Returns the safetensors slice of a tensor, or a `StackedExperts`, given its name in the model; None if the

@@ -4,12 +4,14 @@ that need most.
 Counted from the operators of the layers (transformers' Llama, Mistral, Qwen2 and Qwen3 on the attention of
 `services.compute.packing`), tensor by tensor; every figure is a number of elements per token or of bytes. q and k are
 the numbers of a token's queries and of its keys on this rank, f its feed-forward units, h the hidden size.
+`settings.memory.experts` has the feed-forward parts of sparse layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from settings.memory import experts
 from settings.memory.use import FLOAT32, ModelUse, RowSizes
 
 MOST_LOGITS, CACHED_LOGITS, POSITIONS_TOGETHER = 1 << 25, 1 << 18, 256
@@ -95,11 +97,12 @@ def saved_by_norm(use: ModelUse, numbers: int) -> int:
     return FLOAT32 * numbers + (0 if use.fused_norms else learned)
 
 
-def saved_by_layer(use: ModelUse, tokens: int, attended: int, scored: int) -> int:
+def saved_by_layer(use: ModelUse, is_sparse: bool, tokens: int, attended: int, scored: int) -> int:
     """Returns the bytes that autograd saves in one layer.
 
     Args:
         use: Use of the model.
+        is_sparse: Whether the layer has experts.
         tokens: Tokens of the layer's input.
         attended: Tokens of the grids that attention computes.
         scored: Tokens that the layer computes after its attention: fewer than `tokens` in the last one.
@@ -111,34 +114,37 @@ def saved_by_layer(use: ModelUse, tokens: int, attended: int, scored: int) -> in
         before += saved_by_norm(use, q + k)
     # Queries, keys, values and outputs, and the logarithm of each head's normalizer in float32.
     attention = e * (2 * q + 2 * k) + FLOAT32 * sizes.heads
-    return tokens * before + attended * attention + scored * _saved_after_attention(use, sizes)
+    return tokens * before + attended * attention + scored * _saved_after_attention(use, sizes, is_sparse)
 
 
-def _saved_after_attention(use: ModelUse, sizes: LayerSizes) -> int:
+def _saved_after_attention(use: ModelUse, sizes: LayerSizes, is_sparse: bool) -> int:
     """Returns the bytes per token that a layer saves after its attention: the attention's output where it is packed
     again, norm and its output, and gate, its activation, up and their product."""
     e = use.itemsize
     packed_again = e * sizes.query if use.packs else 0
     adapters = use.adapters.rank * 7 * FLOAT32 if use.adapters else 0
-    feed_forward = saved_by_norm(use, sizes.hidden) + e * sizes.hidden + 4 * e * sizes.units
+    units = experts.saved_per_token(use) if is_sparse else 4 * e * sizes.units
+    feed_forward = saved_by_norm(use, sizes.hidden) + e * sizes.hidden + units
     return packed_again + feed_forward + adapters
 
 
-def in_backward_of_layer(use: ModelUse, tokens: int) -> int:
+def in_backward_of_layer(use: ModelUse, is_sparse: bool, tokens: int) -> int:
     """Returns the bytes of temporaries at the largest moment of a layer's backward pass, when its feed-forward layer
     computes gradients: of its output, of the product of gate and up, and of the down projection's weight; or of its
     output and of both factors, in place of one of which the product is gone."""
+    if is_sparse:
+        return experts.in_backward(use, tokens)
     sizes, e = LayerSizes.of(use), use.itemsize
     h, f = sizes.hidden, sizes.units
     of_weight = e * h * f if use.learns and use.adapters is None else 0
     return max(tokens * e * (h + f) + of_weight, tokens * e * (h + 2 * f))
 
 
-def in_forward_of_layer(use: ModelUse, tokens: int, attended: int, *, is_only: bool = False) -> int:
-    """Returns the bytes of the tensors of a layer at the largest moment of a forward pass without gradients: the
-    embedding's output, the layer's input, the residual and the norm's output, with activated gate, up and their product
-    in the feed-forward layer; or, before, with queries, keys and values, rotated, unpacked, and the attention's
-    output.
+def in_forward_of_layers(use: ModelUse, tokens: int, attended: int, *, is_only: bool = False) -> int:
+    """Returns the bytes of the tensors of the layer that has most at the largest moment of a forward pass without
+    gradients: the embedding's output, the layer's input, the residual and the norm's output, with activated gate, up
+    and their product in the feed-forward layer; or, before, with queries, keys and values, rotated, unpacked, and the
+    attention's output.
 
     Args:
         use: Use of the model.
@@ -149,8 +155,9 @@ def in_forward_of_layer(use: ModelUse, tokens: int, attended: int, *, is_only: b
     sizes, e = LayerSizes.of(use), use.itemsize
     h, q, k = sizes.hidden * use.stream_itemsize, sizes.query, sizes.key
     # An adapter's output and its scaled copy are there beside the layer's own.
-    units = (4 if use.adapters else 3) * sizes.units
-    feed_forward = tokens * ((3 if is_only else 4) * h + e * units)
+    dense = tokens * e * (4 if use.adapters else 3) * sizes.units
+    units = (experts.in_forward(use, tokens) if kind.is_sparse else dense for kind in use.shape.layer_kinds)
+    feed_forward = tokens * (3 if is_only else 4) * h + max(units)
     attention = tokens * (3 * h + e * (q + 2 * k)) + attended * e * (2 * q + 2 * k)
     return max(feed_forward, attention)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from settings.memory.activations import in_forward_of_layer
+from settings.memory.activations import in_forward_of_layers
 from settings.memory.shape import VOCABULARY_MULTIPLE, ModelShape, WeightSize
 from settings.memory.shards import cut_shape
 from settings.memory.use import FLOAT32, ModelUse, RolloutUse, RowSizes
@@ -61,7 +61,7 @@ def decoding_bytes(use: ModelUse, rows: RowSizes) -> int:
         return 0
     together, prompt, e = rows_together(use, rows), rows.prompt_tokens, use.itemsize
     mask = together * prompt * prompt * (1 + e)
-    prefill = in_forward_of_layer(use, together * prompt, together * prompt) + mask
+    prefill = in_forward_of_layers(use, together * prompt, together * prompt) + mask
     vocabulary = -(-use.shape.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     work = TRUNCATING if rollout.truncates else CHOOSING
     # The parts that tensor ranks gather, beside the logits.
@@ -76,7 +76,7 @@ def vllm_workspace(use: ModelUse) -> int:
     if _rollout(use).engine != "vllm":
         return 0
     tensor = _rollout(use).tensor
-    layer = (2 * use.shape.hidden + 3 * use.shape.intermediate // tensor) * use.itemsize
+    layer = (2 * use.shape.hidden + 3 * use.shape.units_per_token // tensor) * use.itemsize
     return VLLM_BATCHED_TOKENS * layer + 256 * use.shape.vocabulary * 2 * FLOAT32
 
 

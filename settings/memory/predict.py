@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
@@ -169,7 +170,11 @@ def idle_parts(use: ModelUse, stage: int) -> dict[str, int]:
     if rollout is not None and rollout.in_place:
         # Training weights, or their rounded copies, are views of the generation weights' memory.
         parts["generation weights"] = (generation_numel(use, stage) - kept) * use.itemsize
-    elif rollout is not None and (rollout.engine != "hf" or use.engine != "3d"):
+    elif rollout is not None and use.engine == "3d" and rollout.engine == "hf":
+        # Gathered into new memory, which is kept until they are gathered again.
+        numel = use.shape.num_parameters if rollout.gathers_all else generation_numel(use, stage)
+        parts["generation weights"] = numel * use.itemsize if rollout.generates else 0
+    elif rollout is not None:
         parts["generation weights"] = generation_numel(use, stage) * use.itemsize
         if rollout.engine == "vllm":
             parts["KV cache"] = rollout.cache_bytes
@@ -223,8 +228,8 @@ def _while_loading(use: ModelUse, stage: int) -> int:
     if use.engine == "none":
         return 0
     if is_sharded(use):
-        root, layer = fsdp_groups(use, stage)
-        return (root + 2 * layer) * use.itemsize
+        root, layers = fsdp_groups(use, stage)
+        return (root + 2 * max(layers)) * use.itemsize
     return max(weight.numel for _, weight in stage_weights(use, stage)) * use.kept_itemsize
 
 
@@ -242,45 +247,52 @@ def _transition(use: ModelUse, stage: int) -> tuple[int, int]:
         return idle, resharding_bytes(use) if rollout.is_shared else whole
     if rollout.in_place:
         return idle, 0
-    layers = shape.layer_numel // rollout.tensor * (use.mesh[0] // rollout.pipeline) * e
-    numel = shape.num_parameters if rollout.gathers_all else generation_numel(use, stage)
-    if rollout.engine == "hf":
-        return numel * e, layers
-    return idle, layers
+    return idle, shape.layer_numel // rollout.tensor * (use.mesh[0] // rollout.pipeline) * e
 
 
 def _forward(use: ModelUse, counts: acts.TokenCounts, stage: int) -> dict[str, int]:
     """Returns the bytes of a forward pass without gradients at its largest moment, by component.
 
-    FSDP2 gathers the next group while it still has the one before flat: most of all the first layer's beside the root
-    group's (embedding, norm and head), when there are hardly any activations.
+    FSDP2 has three copies of groups while it gathers one, when there are hardly any activations: the one before, flat
+    (`prev_all_gather_state` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py), the group itself, flat, and
+    in place, or before on a CPU in gloo's own copy, beside the shards. Before the first layer there is the root group
+    (embedding, norm and head), which also stays in place. On one rank FSDP2 casts one tensor at a time.
     """
     e, stream = use.itemsize, use.stream_itemsize
     hidden = counts.tokens * use.shape.hidden * stream
     is_last = stage == use.mesh[0] - 1
     # The last layer computes fewer tokens.
     num_whole = use.shape.layers // use.mesh[0] - (1 if is_last and use.packs else 0)
-    in_layer = acts.rotary(use, counts.tokens) + acts.in_forward_of_layer(
+    in_layer = acts.rotary(use, counts.tokens) + acts.in_forward_of_layers(
         use, counts.tokens, counts.attended, is_only=num_whole == 1
     )
     in_head = hidden + acts.in_forward_of_head(use, counts.scored) if is_last else 0
-    at_first, at_layer, at_head = 0, 0, 0
+    at_gather, at_layer, at_head = 0, 0, 0
     if is_sharded(use):
-        root, each = (numel * e for numel in fsdp_groups(use, stage))
+        root, layers = fsdp_groups(use, stage)
         is_cut = use.mesh[2] > 1
-        cast = each // use.mesh[2] if e < use.kept_itemsize else 0
-        at_first = 2 * (root + each) + cast if is_cut else 0
-        at_layer, at_head = root + (2 if is_cut else 1) * each, root + (each if is_cut else 0)
+        at_gather = e * (root + max(layers) + _largest_of_layers(use))
+        if is_cut:
+            # The shards to gather, cast.
+            cast = 1 / use.mesh[2] if e < use.kept_itemsize and not use.on_gpu else 0
+            after = (before + (2 + cast) * each for before, each in pairwise((root, *layers)))
+            at_gather = int(e * (root + max(after)))
+        at_layer = e * (root + (2 if is_cut else 1) * max(layers))
+        at_head = e * (root + (layers[-1] if is_cut else 0))
     elif use.engine == "zero":
         at_layer = zero_gathered(use)
         # Autocast's copies are dropped at the end of the last layer.
         at_head = at_layer if use.zero_stage == 3 else 0
     moments = [
-        {"activations": hidden, "gathered weights": at_first},
+        {"activations": hidden, "gathered weights": at_gather},
         {"activations": in_layer, "gathered weights": at_layer},
         {"activations": in_head, "gathered weights": at_head},
     ]
     return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def _largest_of_layers(use: ModelUse) -> int:
+    return max(weight.numel for kind in use.shape.layer_kinds for weight in kind.weights)
 
 
 def _present(parts: Mapping[str, int]) -> dict[str, int]:

@@ -40,9 +40,20 @@ def service_use(
         generates: Whether an actor generates, and not a rollout service for it.
 
     Raises:
-        NotPredicted: The service has no model, or one of another family, or a role or an engine that is a plug-in.
+        NotPredicted: The service has no model, or one of another family, or a role or an engine that is a plug-in; or
+            a mixture of experts in another engine than fsdp, or shared by ranks to generate.
         ValueError: A mesh of the table cannot be parsed.
     """
+    use = _use(table, on_gpu, truncates, generates)
+    meshed = use.mesh[:2] != (1, 1) or (use.rollout is not None and use.rollout.is_shared)
+    if use.shape.experts is not None and (use.engine in ("3d", "zero") or meshed):
+        raise NotPredicted(
+            "mixtures of experts are predicted in engine fsdp, each rank with the whole model to generate"
+        )
+    return use
+
+
+def _use(table: ServiceTable, on_gpu: bool, truncates: bool, generates: bool) -> ModelUse:
     match table:
         case RewardTable():
             return _reward_use(table, on_gpu)

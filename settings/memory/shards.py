@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from settings.memory.shape import VOCABULARY_MULTIPLE, Cut, ModelShape, WeightSize
+from settings.memory.shape import VOCABULARY_MULTIPLE, Cut, LayerKind, ModelShape, WeightSize
 from settings.memory.use import AdapterSize, ModelUse, RolloutUse
 
 ZERO_ALIGNMENT = 2
@@ -20,10 +20,16 @@ def stage_weights(use: ModelUse, stage: int) -> Iterator[tuple[int, WeightSize]]
     shape, num_stages = use.shape, use.mesh[0]
     if stage == 0 or (shape.shares_embedding and stage == num_stages - 1):
         yield 1, shape.embedding
-    for weight in shape.layer:
-        yield shape.layers // num_stages, weight
+    for kind in shape.layer_kinds:
+        yield from ((len(kind.numbers) // num_stages, weight) for weight in kind.weights)
     if stage == num_stages - 1:
         yield from ((1, weight) for weight in shape.end)
+
+
+def stage_layers(use: ModelUse, stage: int) -> tuple[LayerKind, ...]:
+    """Returns the kind of each layer of a pipeline stage, in order."""
+    count = use.shape.layers // use.mesh[0]
+    return use.shape.kinds[stage * count : (stage + 1) * count]
 
 
 @lru_cache(maxsize=1024)
@@ -77,9 +83,7 @@ def zero_numel(use: ModelUse) -> int:
     weight at stage 3; of all at stages 1 and 2 for a model that is not trained."""
     shape, ranks = use.shape, use.ranks
     if use.zero_stage == 3:
-        sizes = [weight.numel for weight in (shape.embedding, *shape.end)]
-        per_layer = sum(-(-weight.numel // ranks) for weight in shape.layer)
-        return sum(-(-numel // ranks) for numel in sizes) + shape.layers * per_layer
+        return sum(times * -(-weight.numel // ranks) for times, weight in stage_weights(use, 0))
     return zero_flat_numel(use) // ranks if use.learns else shape.num_parameters
 
 
@@ -111,7 +115,10 @@ def _generated_numel(shape: ModelShape, rollout: RolloutUse, stage: int, trained
     """Returns the elements of the generation shard of a rank of generation stage `stage`, each of whose parts consists
     of parts of `trained` tensor ranks."""
     is_first, is_last = stage == 0, stage == rollout.pipeline - 1
-    numel = shape.layers // rollout.pipeline * _merged_numel(shape.layer, trained, rollout.tensor)
+    numel = sum(
+        len(kind.numbers) // rollout.pipeline * _merged_numel(kind.weights, trained, rollout.tensor)
+        for kind in shape.layer_kinds
+    )
     if is_first or (shape.shares_embedding and is_last):
         numel += _merged_numel((shape.embedding,), trained, rollout.tensor)
     return numel + (_merged_numel(shape.end, trained, rollout.tensor) if is_last else 0)
@@ -126,12 +133,13 @@ def _merged_numel(weights: Iterable[WeightSize], trained: int, generated: int) -
     )
 
 
-def adapter_weights(shape: ModelShape, adapters: AdapterSize) -> list[WeightSize]:
-    """Returns the two weights of each adapter of one layer: A [rank, inputs] and B [outputs, rank]."""
+def adapter_weights(layer: LayerKind, adapters: AdapterSize) -> list[WeightSize]:
+    """Returns the two weights of each adapter of one layer: A [rank, inputs] and B [outputs, rank]. Experts and routers
+    are no linear layers."""
     found = []
-    for weight in shape.layer:
+    for weight in layer.weights:
         module = weight.name.removesuffix(".weight")
-        is_linear = weight.name.endswith("_proj.weight")
+        is_linear = weight.name.endswith(("_proj.weight", "shared_expert_gate.weight"))
         if is_linear and (not adapters.targets or module.endswith(adapters.targets)):
             outputs, inputs = weight.shape
             found += [
@@ -149,5 +157,8 @@ def trained_numel(use: ModelUse, stage: int) -> int:
         return 0
     if use.adapters is None:
         return kept_numel(use, stage)
-    weights = adapter_weights(use.shape, use.adapters)
-    return use.shape.layers * sum(sharded_rows(weight.shape, use.ranks) for weight in weights)
+    return sum(
+        len(kind.numbers) * sharded_rows(weight.shape, use.ranks)
+        for kind in use.shape.layer_kinds
+        for weight in adapter_weights(kind, use.adapters)
+    )

@@ -3,15 +3,18 @@ components. The step needs as much as its largest moment."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from settings.memory import activations as acts
 from settings.memory.activations import TokenCounts
+from settings.memory.shape import WeightSize
 from settings.memory.shards import (
     adapter_weights,
     cut_shape,
     sharded_rows,
+    stage_layers,
     stage_weights,
     tensor_numel,
     trained_numel,
@@ -52,28 +55,25 @@ class _Layers:
     Attributes:
         shared: What all layers share: sine and cosine.
         inputs: The input of each layer.
-        layer: What one layer saves, its input included.
-        last: The same for the last layer, which computes the scored tokens alone.
+        layers: What each layer saves, its input included; of the last stage, the last one computes the scored tokens
+            alone.
         end: What the last norm saves, and the hidden states that are scored; 0 on other stages than the last.
-        num_layers: Layers of the stage.
     """
 
     shared: int
     inputs: int
-    layer: int
-    last: int
+    layers: tuple[int, ...]
     end: int
-    num_layers: int
 
     @property
     def saved(self) -> int:
         """All that is saved without recomputation."""
-        return self.shared + (self.num_layers - 1) * self.layer + self.last + self.end
+        return self.shared + sum(self.layers) + self.end
 
     @property
     def recomputed(self) -> int:
         """All that is saved where layers are recomputed: their inputs."""
-        return self.shared + self.num_layers * self.inputs + self.end
+        return self.shared + len(self.layers) * self.inputs + self.end
 
 
 def update_moments(use: ModelUse, counts: TokenCounts, stage: int) -> list[Moment]:
@@ -92,38 +92,87 @@ def update_moments(use: ModelUse, counts: TokenCounts, stage: int) -> list[Momen
     wires = _wires(use, counts, stage)
     held = waiting + wires
     gradients = gradient_bytes(use, stage)
-    of_layer = acts.in_backward_of_layer(use, counts.tokens)
-    # The first micro-batch's backward pass begins without gradients.
-    before, after_one = gradients, gradients
-    if counts.micro_batches == 1:
-        before, after_one = 0, gradients // sizes.num_layers
     moments = [
-        Moment(
-            "backward of a layer",
-            {
-                "gradients": after_one,
-                "activations": held + _at_layer(use, sizes, is_last),
-                "temporaries": of_layer,
-                **_sharding_at_layer(use, stage),
-            },
-        ),
-        Moment(
-            "backward of the first layer",
-            {
-                "gradients": gradients,
-                "activations": wires + sizes.shared + sizes.layer,
-                "temporaries": of_layer,
-                **_sharding_at_layer(use, stage),
-            },
-        ),
         Moment("end of the backward pass", {"gradients": gradients, **_reducing(use, counts, stage)}),
         Moment("clipping", {"gradients": gradients, "temporaries": FLOAT64 * largest_kept(use, stage)}),
     ]
+    for number in _most_layers(use, sizes, stage):
+        moments += _moments_of_layer(use, counts, stage, sizes, number, held if number else wires)
     if is_last:
         of_head = acts.in_backward_of_head(use, counts.scored)
+        # The first micro-batch's backward pass begins without gradients.
+        before = 0 if counts.micro_batches == 1 else gradients
         parts = {"gradients": before, "activations": held + kept, "temporaries": of_head}
         moments.append(Moment("backward of the head", {**parts, **_sharding_at_head(use, stage)}))
     return moments
+
+
+def _most_layers(use: ModelUse, sizes: _Layers, stage: int) -> list[int]:
+    """Returns the numbers, within the stage, of the layers in whose backward pass memory may be highest: the first and
+    the last of each kind, of those that compute all tokens unless there is one layer."""
+    done = 1 if stage == use.mesh[0] - 1 and use.packs and len(sizes.layers) > 1 else 0
+    kinds = stage_layers(use, stage)[: len(sizes.layers) - done]
+    last = {kind: number for number, kind in enumerate(kinds)}
+    first = {kind: number for number, kind in reversed([*enumerate(kinds)])}
+    return sorted({*first.values(), *last.values()})
+
+
+def _moments_of_layer(
+    use: ModelUse, counts: TokenCounts, stage: int, sizes: _Layers, number: int, held: int
+) -> Iterator[Moment]:
+    """Yields the largest moments of the backward pass of layer `number` of a stage, beside `held` bytes of
+    activations: its computation, and with FSDP2 its end, when the gradients of all its weights are there, and their
+    reduction."""
+    kinds = stage_layers(use, stage)
+    gradients = gradient_bytes(use, stage)
+    if counts.micro_batches == 1 and number:
+        # The first micro-batch's backward pass begins without gradients.
+        later = sum(kind.numel for kind in kinds[min(number + 1, len(kinds) - 1) :])
+        gradients = gradients * later // sum(kind.numel for kind in kinds)
+    is_sparse = kinds[number].is_sparse
+    yield Moment(
+        f"backward of layer {number}",
+        {
+            "gradients": gradients,
+            "activations": held + _at_layer(use, sizes, number),
+            "temporaries": acts.in_backward_of_layer(use, is_sparse, counts.tokens),
+            **_sharding_at_layer(use, stage, number),
+        },
+    )
+    if not is_sharded(use):
+        return
+    sharding = _sharding_at_layer(use, stage, number)
+    if number and use.mesh[2] > 1 and not use.on_gpu:
+        ahead = fsdp_groups(use, stage)[1][number - 1] * use.itemsize
+        # gloo has a copy of its own, and there are the shards, cast.
+        copies = ahead + (ahead // use.mesh[2] if use.itemsize < use.kept_itemsize else 0)
+        kept = sizes.inputs * (number + 1) if use.activation_checkpointing else _at_layer(use, sizes, number)
+        held_then = {"gradients": gradients, "activations": held + sizes.shared + kept}
+        yield Moment(f"gathering ahead of layer {number}", {**held_then, **sharding, "temporaries": copies})
+    if use.adapters is not None:
+        return
+    before = sizes.shared + number * sizes.inputs
+    if not use.activation_checkpointing:
+        before = sizes.shared + sum(sizes.layers[:number])
+    activations = held + before + sizes.inputs
+    layer = fsdp_groups(use, stage)[1][number]
+    computed = {"gradients": gradients, "activations": activations}
+    yield Moment(
+        f"gradients of layer {number}", {**computed, **sharding, "temporaries": layer * use.itemsize}
+    )
+    cast = FLOAT32 * largest_kept(use, stage) if casts_parts(use) else 0
+    gloo = layer * FLOAT32 if use.mesh[2] > 1 and not use.on_gpu else 0
+    reduced = gloo + layer * FLOAT32 // use.mesh[2]
+    reducing = layer * FLOAT32 + max(layer * use.itemsize + cast, reduced)
+    sharding["gathered weights"] -= layer * use.itemsize
+    sharding["gradients to reduce"] -= _reduced_before(use, stage, number)
+    yield Moment(f"reduction of layer {number}", {**computed, **sharding, "temporaries": reducing})
+
+
+def casts_parts(use: ModelUse) -> bool:
+    """Returns whether torch casts one rank's part of a gradient at a time to float32, to be reduced: on a CPU
+    (`_chunk_cat`)."""
+    return not use.on_gpu and use.itemsize < FLOAT32
 
 
 def gradient_bytes(use: ModelUse, stage: int) -> int:
@@ -143,26 +192,27 @@ def _layers(use: ModelUse, counts: TokenCounts, stage: int) -> _Layers:
     scored = counts.scored if is_last and use.packs else counts.tokens
     hidden = use.shape.hidden
     end = scored * acts.saved_by_norm(use, hidden) + counts.scored * use.itemsize * hidden if is_last else 0
+    kinds = stage_layers(use, stage)
+    saved = {
+        kind: acts.saved_by_layer(use, kind.is_sparse, counts.tokens, counts.attended, counts.tokens)
+        for kind in use.shape.layer_kinds
+    }
+    last = acts.saved_by_layer(use, kinds[-1].is_sparse, counts.tokens, counts.attended, scored)
     return _Layers(
         shared=acts.rotary(use, counts.tokens),
         inputs=counts.tokens * hidden * use.itemsize,
-        layer=acts.saved_by_layer(use, counts.tokens, counts.attended, counts.tokens),
-        last=acts.saved_by_layer(use, counts.tokens, counts.attended, scored),
+        layers=(*(saved[kind] for kind in kinds[:-1]), last),
         end=end,
-        num_layers=use.shape.layers // use.mesh[0],
     )
 
 
-def _at_layer(use: ModelUse, sizes: _Layers, is_last: bool) -> int:
-    """Returns the bytes of saved activations in the backward pass of the last layer that computes all tokens."""
-    done = 1 if is_last and use.packs and sizes.num_layers > 1 else 0
-    if use.activation_checkpointing:
-        layer = sizes.layer if done or not is_last else sizes.last
-        # The layer's input is saved already, and is the norm's where norms save no other.
-        again = sizes.inputs if use.fused_norms else 0
-        return sizes.shared + (sizes.num_layers - done) * sizes.inputs + layer - again
-    before = sizes.shared + (sizes.num_layers - 1) * sizes.layer
-    return before if done else before + sizes.last
+def _at_layer(use: ModelUse, sizes: _Layers, number: int) -> int:
+    """Returns the bytes of saved activations in the backward pass of layer `number` of a stage."""
+    if not use.activation_checkpointing:
+        return sizes.shared + sum(sizes.layers[: number + 1])
+    # The layer's input is saved already, and is the norm's where norms save no other.
+    again = sizes.inputs if use.fused_norms or not number else 0
+    return sizes.shared + (number + 1) * sizes.inputs + sizes.layers[number] - again
 
 
 def _wires(use: ModelUse, counts: TokenCounts, stage: int) -> int:
@@ -184,52 +234,60 @@ def is_sharded(use: ModelUse) -> bool:
     return use.engine == "fsdp" and (use.ranks > 1 or has_other_type)
 
 
-def fsdp_groups(use: ModelUse, stage: int) -> tuple[int, int]:
-    """Returns the elements of FSDP2's two kinds of groups on a rank when they are gathered, padding included: of the
-    root group, which has embedding, norm and head, and of one layer."""
-    tensor, ranks = use.mesh[1], use.mesh[2]
-    root = layer = 0
-    for times, weight in stage_weights(use, stage):
-        shape = cut_shape(weight, tensor) if use.engine == "3d" else weight.shape
-        numel = sharded_rows(shape, ranks) * ranks
-        if times == use.shape.layers // use.mesh[0] and weight in use.shape.layer:
-            layer += numel
-        else:
-            root += numel
+@lru_cache(maxsize=1024)
+def fsdp_groups(use: ModelUse, stage: int) -> tuple[int, tuple[int, ...]]:
+    """Returns the elements of FSDP2's groups on a rank when they are gathered, padding included: of the root group,
+    which has embedding, norm and head, and of each layer."""
+    ranks = use.mesh[2]
+
+    def gathered(weight: WeightSize) -> int:
+        shape = cut_shape(weight, use.mesh[1]) if use.engine == "3d" else weight.shape
+        return sharded_rows(shape, ranks) * ranks
+
+    kinds = stage_layers(use, stage)
+    own = {kind: sum(map(gathered, kind.weights)) for kind in use.shape.layer_kinds}
+    root = sum(times * gathered(weight) for times, weight in stage_weights(use, stage))
+    root -= sum(own[kind] for kind in kinds)
     if use.adapters is not None:
-        layer += ranks * sum(
-            sharded_rows(weight.shape, ranks) for weight in adapter_weights(use.shape, use.adapters)
-        )
-    return root, layer
+        for kind in own:
+            own[kind] += sum(map(gathered, adapter_weights(kind, use.adapters)))
+    return root, tuple(own[kind] for kind in kinds)
 
 
 def _sharding_at_head(use: ModelUse, stage: int) -> dict[str, int]:
     """Returns the bytes that sharded engines hold in the backward pass of the head: gathered weights, of FSDP2 those of
     the root group and of the last layer, which is prefetched."""
     if is_sharded(use):
-        root, layer = fsdp_groups(use, stage)
-        prefetched = layer if use.mesh[2] > 1 else 0
+        root, layers = fsdp_groups(use, stage)
+        prefetched = layers[-1] if use.mesh[2] > 1 else 0
         return {"gathered weights": (root + prefetched) * use.itemsize}
     return _zero_computing(use)
 
 
-def _sharding_at_layer(use: ModelUse, stage: int) -> dict[str, int]:
-    """Returns the bytes that sharded engines hold in the backward pass of a layer.
+def _sharding_at_layer(use: ModelUse, stage: int, number: int) -> dict[str, int]:
+    """Returns the bytes that sharded engines hold in the backward pass of layer `number` of a stage.
 
     FSDP2: the weights of the root group and of the layer, and the next layer's, gathered ahead; the output layer's
     gradient, which is reduced with the root group at the end; and the layer after this one, being reduced in float32.
     """
     if not is_sharded(use):
         return _zero_computing(use)
-    root, layer = fsdp_groups(use, stage)
-    prefetched = layer if use.mesh[2] > 1 else 0
+    root, layers = fsdp_groups(use, stage)
+    prefetched = layers[number - 1] if number and use.mesh[2] > 1 else 0
     trains = use.learns and use.adapters is None
     head = _output_numel(use) * use.itemsize if trains and stage == use.mesh[0] - 1 else 0
-    reducing = layer * FLOAT32 if trains else 0
     return {
-        "gathered weights": (root + layer + prefetched) * use.itemsize,
-        "gradients to reduce": head + reducing,
+        "gathered weights": (root + layers[number] + prefetched) * use.itemsize,
+        "gradients to reduce": head + _reduced_before(use, stage, number),
     }
+
+
+def _reduced_before(use: ModelUse, stage: int, number: int) -> int:
+    """Returns the bytes of the gradients that FSDP2 reduces in the backward pass of layer `number`: those of the layer
+    after it."""
+    layers = fsdp_groups(use, stage)[1]
+    trains = use.learns and use.adapters is None
+    return layers[min(number + 1, len(layers) - 1)] * FLOAT32 if trains else 0
 
 
 def _output_numel(use: ModelUse) -> int:
@@ -266,20 +324,20 @@ def _reducing(use: ModelUse, counts: TokenCounts, stage: int) -> dict[str, int]:
     """Returns the bytes of temporaries when the last gradients of a backward pass are reduced.
 
     FSDP2: weights and gradients of the root group, in the type of computation; the gradients in float32; and the first
-    layer's, which are reduced meanwhile. On a CPU torch casts one rank's part of a tensor to float32 at a time
-    (`_chunk_cat`). Engine 3d with replicas: buckets of small tensors. ZeRO stages 1 and 2: copies of the partition's
-    gradients, concatenated and padded, and those of earlier micro-batches; stage 3: copies of the bucket.
+    layer's, which are reduced meanwhile. Engine 3d with replicas: buckets of small tensors. ZeRO stages 1 and 2: copies
+    of the partition's gradients, concatenated and padded, and those of earlier micro-batches; stage 3: copies of the
+    bucket.
     """
     trains = use.adapters is None
     if is_sharded(use) and trains:
-        root, layer = fsdp_groups(use, stage)
-        cast = 0 if use.on_gpu or use.itemsize == FLOAT32 else FLOAT32 * largest_kept(use, stage)
+        root, layers = fsdp_groups(use, stage)
+        cast = FLOAT32 * largest_kept(use, stage) if casts_parts(use) else 0
         # The root group's gradients are the last.
         missing = root * FLOAT32 // use.mesh[2] if counts.micro_batches == 1 else 0
         return {
             "gradients": gradient_bytes(use, stage) - missing,
             "gathered weights": root * use.itemsize,
-            "gradients to reduce": root * (use.itemsize + FLOAT32) + layer * FLOAT32 + cast,
+            "gradients to reduce": root * (use.itemsize + FLOAT32) + layers[0] * FLOAT32 + cast,
         }
     if use.engine == "3d" and use.mesh[2] > 1:
         return {"gradients to reduce": _bucketed(use, stage)}

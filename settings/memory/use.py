@@ -160,5 +160,6 @@ class ModelUse:
 
     @property
     def fused_norms(self) -> bool:
-        """Whether norms are those of `services.compute.norms`, which save their input alone: float32 on a CPU."""
-        return not self.on_gpu and self.stream_itemsize == FLOAT32
+        """Whether norms are those of `services.compute.norms`, which save their input alone: float32 on a CPU. Mixtures
+        of experts have those of transformers."""
+        return not self.on_gpu and self.stream_itemsize == FLOAT32 and self.shape.experts is None

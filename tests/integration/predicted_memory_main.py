@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from services.models.families import load_causal_lm, load_value_model
 from services.models.loading import load_on_meta
 from services.rollout.base import RolloutSetup
 from services.rollout.factory import make_rollout
+from services.rollout.sharded import ShardedDecoder
 from services.values.inbox import EngineInbox
 from services.weights.resharding import Resharding
 from services.weights.wanted import weight_shards, whole_weights
@@ -35,6 +38,8 @@ from settings.rollout import RolloutServiceTable
 CPU = torch.device("cpu")
 MICRO_BATCHES = 2
 REPEATS = 2
+DEADLINE_S = 60
+ALL_GATHER = dist.all_gather_single
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,41 @@ class Rows:
     response_tokens: int
 
 
-def main(cases: Sequence[tuple[ModelUse, Rows]], directory: Path) -> list[dict[str, int]]:
-    return [measure(use, rows, directory) for use, rows in cases]
+def main(cases: Sequence[tuple[ModelUse, Rows]], models: Mapping[str, Path]) -> list[dict[str, int]]:
+    patches = {"all_gather_single": all_gather, "reduce_scatter_single": reduce_scatter}
+    with mock.patch.multiple(dist, **patches):
+        return [measure(use, rows, models[use.shape.family]) for use, rows in cases]
+
+
+def all_gather(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> None:
+    """Gathers as gloo's all-gather, which it calls, and returns when no thread of gloo holds the output any more:
+    `allocations` does not see what these free, and under load they are sometimes the last to let go of a tensor."""
+    assert not async_op, "torch computes with what this returns"
+    _until_let_go(output, lambda x: ALL_GATHER(x, input, group=group))
+
+
+def reduce_scatter(
+    output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> None:
+    """Computes as gloo's reduce-scatter, by an all-reduce of a copy of the input, which this thread frees."""
+    assert not async_op, "torch computes with what this returns"
+    copy = input.clone()
+    _until_let_go(copy, lambda x: dist.all_reduce(x, op, group))
+    output.copy_(copy.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+
+def _until_let_go(x: Tensor, communicate: Callable[[Tensor], object]) -> None:
+    """Calls a collective with a view of a tensor, and waits until no other thread has one."""
+    holders = _num_tensors(x)
+    communicate(x.view_as(x))
+    deadline = time.monotonic() + DEADLINE_S
+    while _num_tensors(x) > holders:
+        assert time.monotonic() < deadline, "gloo keeps a tensor"
+
+
+def _num_tensors(x: Tensor) -> int:
+    """Returns the number of tensors that share the memory of `x`, views in other threads included."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
 def measure(use: ModelUse, rows: Rows, directory: Path, repeats: int = REPEATS) -> dict[str, int]:
@@ -58,6 +96,7 @@ def measure(use: ModelUse, rows: Rows, directory: Path, repeats: int = REPEATS) 
         return measure_rollout_service(use, directory)
     engine = make_engine(use, directory)
     found = measure_generation(use, directory, engine)
+    decoder = gathering_decoder(use, directory, engine)
     micro_batches = [_micro_batch(use, rows, engine) for _ in range(MICRO_BATCHES)]
     head: Any = value_head if use.shape.head == "value" else PolicyHead()
     found |= {
@@ -83,20 +122,50 @@ def measure(use: ModelUse, rows: Rows, directory: Path, repeats: int = REPEATS) 
         found["gradients"] = gradients[0]
         found["snapshot"] = _storage_bytes(engine.snapshot().tensors.values())
         found["update"] = _peak(lambda: engine.step(micro_batches, head, loss), repeats)
+    if decoder is not None:
+        found["generation"] = _storage_bytes(decoder.weight_memory().values())
     return found
 
 
 def measure_generation(use: ModelUse, directory: Path, engine: ShardedEngine) -> dict[str, int]:
-    """Returns the bytes of the rank's generation shard, and the peak of a transition, where ranks of an engine without
-    a mesh share the model to generate."""
+    """Returns the bytes of the rank's generation shard, and the peak of a transition, where ranks share the model to
+    generate, with weights that are no part of the training engine's memory; with adapters also the bytes of merged
+    weights on the rank that has most."""
     if use.rollout is None or not use.rollout.is_shared or use.engine == "3d":
         return {}
+    merged = {}
+    if use.adapters is not None:
+        merged["merged"] = _most(_storage_bytes([shard.tensor for _, shard in engine.local_shards()]))
     mesh = Mesh(*use.mesh, use.rollout.pipeline, use.rollout.tensor, usual_order=True)
     weights = Resharding(engine, directory, mesh, dtype=getattr(torch, use.dtype), device=CPU)
-    shard = [_storage_bytes([x for _, x in weights.rollout_weights()])]
-    most = torch.tensor(shard)
+    most = _most(_storage_bytes([x for _, x in weights.rollout_weights()]))
+    return {
+        "generation": most,
+        "transition": _peak(lambda: dict(weights.rollout_weights()), REPEATS),
+        **merged,
+    }
+
+
+def _most(nbytes: int) -> int:
+    """Returns the largest number that a rank passes. Collective."""
+    most = torch.tensor(nbytes)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    return {"generation": int(most), "transition": _peak(lambda: dict(weights.rollout_weights()), REPEATS)}
+    return int(most)
+
+
+def gathering_decoder(use: ModelUse, directory: Path, engine: ShardedEngine) -> ShardedDecoder | None:
+    """Returns the decoder of rollout engine hf with weights that engine 3d has gathered into memory of their own; None
+    for other uses."""
+    rollout = use.rollout
+    if rollout is None or use.engine != "3d" or rollout.in_place:
+        return None
+    mesh = Mesh(*use.mesh, rollout.pipeline, rollout.tensor)
+    assert isinstance(engine, ThreeDParallelEngine)
+    decoder = ShardedDecoder(
+        directory, mesh, engine.generation_shards, dtype=getattr(torch, use.dtype), device=CPU
+    )
+    decoder.load_weights(engine.rollout_weights())
+    return decoder
 
 
 def measure_rollout_service(use: ModelUse, directory: Path) -> dict[str, int]:
@@ -157,7 +226,7 @@ def make_engine(use: ModelUse, directory: Path) -> ShardedEngine:
             optimizer=optimizer,
             with_value_head=use.shape.head == "value",
             transition="hybridflow" if generates else None,
-            generates_in_place=generates,
+            generates_in_place=use.rollout is not None and use.rollout.in_place,
             activation_checkpointing=use.activation_checkpointing,
             shards_over_data=use.shards_over_data,
         )

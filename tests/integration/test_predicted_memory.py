@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from integration.predicted_memory_main import MICRO_BATCHES, Rows
 from integration.ranks import launch
 from settings.memory.predict import StageName, predict_rank
 from settings.memory.shape import ModelShape
-from settings.memory.use import ModelUse, RolloutUse, RowSizes
+from settings.memory.use import AdapterSize, ModelUse, RolloutUse, RowSizes
 
 pytestmark = pytest.mark.slow
 
@@ -37,10 +37,34 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 16,
 }
-SHAPE = ModelShape.of({"model_type": "llama", **CONFIG})
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **CONFIG},
+    "mixtral": {"model_type": "mixtral", **CONFIG, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **CONFIG,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 160,
+        "shared_expert_intermediate_size": 192,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **CONFIG,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 96,
+        "mlp_only_layers": [0],
+    },
+}
+SHAPE = ModelShape.of(MODELS["llama"])
 FSDP = ModelUse(SHAPE, "fsdp", (1, 1, 2), on_gpu=False, arena_bytes=0)
 ZERO = replace(FSDP, engine="zero")
 THREE_D = replace(FSDP, engine="3d", mesh=(1, 2, 2))
+MIXTRAL, QWEN2_MOE, QWEN3_MOE = (
+    replace(FSDP, shape=ModelShape.of(MODELS[name])) for name in ("mixtral", "qwen2_moe", "qwen3_moe")
+)
 
 ROLLOUT = replace(FSDP, engine="none", learns=False, receives=True, rollout=RolloutUse())
 VALUES = replace(FSDP, learns=False, receives=True, shape=SHAPE.with_head("value"))
@@ -59,6 +83,15 @@ TWO_RANKS = {
     "zero-2": (ZERO, MANY),
     "zero-3, few tokens": (replace(ZERO, zero_stage=3), FEW),
 }
+TWO_RANKS_MORE = {
+    "fsdp, adapters, generating together": (
+        replace(FSDP, adapters=AdapterSize(rank=8), rollout=RolloutUse(tensor=2), dtype="bfloat16"),
+        MANY,
+    ),
+    "mixtral, few tokens": (MIXTRAL, FEW),
+    "qwen2_moe, bfloat16": (replace(QWEN2_MOE, dtype="bfloat16"), MANY),
+    "qwen3_moe, dividing tokens": (replace(QWEN3_MOE, sequence_parallel=2), DIVIDED),
+}
 MORE_OF_FSDP = {
     "fsdp, few tokens": (FSDP, FEW),
     "fsdp, bfloat16": (replace(FSDP, dtype="bfloat16"), MANY),
@@ -75,6 +108,17 @@ MORE_OF_FSDP = {
     ),
     "fsdp, frozen": (replace(FSDP, learns=False), MANY),
 }
+MORE_OF_MIXTURES = {
+    "mixtral, bfloat16": (replace(MIXTRAL, dtype="bfloat16"), MANY),
+    "mixtral, bfloat16, few tokens": (replace(MIXTRAL, dtype="bfloat16"), FEW),
+    "mixtral, recomputed": (replace(MIXTRAL, activation_checkpointing=True), MANY),
+    "mixtral, value head": (replace(MIXTRAL, shape=MIXTRAL.shape.with_head("value")), MANY),
+    "qwen2_moe, dividing tokens": (replace(QWEN2_MOE, sequence_parallel=2), DIVIDED),
+    "qwen2_moe, few tokens": (QWEN2_MOE, FEW),
+    "qwen3_moe": (QWEN3_MOE, MANY),
+    "qwen3_moe, padded, bfloat16": (replace(QWEN3_MOE, packing=False, dtype="bfloat16"), MANY),
+    "qwen3_moe, frozen": (replace(QWEN3_MOE, learns=False), MANY),
+}
 MORE_OF_ZERO = {
     "zero-1": (replace(ZERO, zero_stage=1), MANY),
     "zero-2, few tokens": (ZERO, FEW),
@@ -90,6 +134,10 @@ FOUR_RANKS = {
         FEW,
     ),
     "2-2-1": (replace(THREE_D, mesh=(2, 2, 1)), MANY),
+    "1-2-2, sharded over data, generating on 1-2-2": (
+        replace(THREE_D, shards_over_data=True, rollout=RolloutUse(tensor=2)),
+        MANY,
+    ),
     "a rollout service, 1-2-2": (replace(ROLLOUT, mesh=(1, 2, 2), rollout=RolloutUse(tensor=2)), MANY),
     "a rollout service, 2-2-1": (
         replace(ROLLOUT, mesh=(2, 2, 1), rollout=RolloutUse(pipeline=2, tensor=2), dtype="bfloat16"),
@@ -107,27 +155,30 @@ MORE_OF_3D = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(directory)
-    return directory
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(root / name)
+    return {name: root / name for name in MODELS}
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),
     [
         pytest.param(2, TWO_RANKS, id="2"),
+        pytest.param(2, TWO_RANKS_MORE, id="2-more"),
         pytest.param(4, FOUR_RANKS, id="4"),
         pytest.param(2, MORE_OF_FSDP, id="2-fsdp", marks=pytest.mark.full),
+        pytest.param(2, MORE_OF_MIXTURES, id="2-mixtures", marks=pytest.mark.full),
         pytest.param(2, MORE_OF_ZERO, id="2-zero", marks=pytest.mark.full),
         pytest.param(4, MORE_OF_3D, id="4-3d", marks=pytest.mark.full),
     ],
 )
-def test_ranks_hold_what_is_predicted(num_ranks: int, cases: dict[str, Any], model: Path) -> None:
+def test_ranks_hold_what_is_predicted(num_ranks: int, cases: dict[str, Any], models: dict[str, Path]) -> None:
     reports = launch(
         "integration.predicted_memory_main",
         num_ranks,
-        *(list(cases.values()), model),
+        *(list(cases.values()), models),
         deadline_s=DEADLINE_S,
     )
     wrong = []
@@ -159,9 +210,13 @@ def _differences(use: ModelUse, rows: Rows, stage: int, found: dict[str, int]) -
     predicted, apart, wrong = {}, 0, []
     if "generation" in found:
         predicted["generation"] = apart = idle.device["generation weights"]
+    if "transition" in found:
         most = sum(stages["transition"].device[name] for name in ("generation weights", "gathered tensors"))
+        most += stages["transition"].host.get("merged weights", 0)
         if not apart / 2 <= found["transition"] <= most:
             wrong.append(f"the transition peaks at {found['transition']} bytes, predicted at most {most}")
+    if "merged" in found:
+        predicted["merged"] = stages["transition"].host["merged weights"]
     predicted["resident"] = idle.device_bytes - bucket - apart
     if use.learns:
         predicted["snapshot"] = stages["update"].host["snapshot before the update"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from allocations import allocations
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -44,7 +45,23 @@ def test_any_box_of_stacked_experts_is_that_of_the_whole_tensor(data: st.DataObj
     for size in whole.shape:
         begin = data.draw(st.integers(0, size))
         box.append(slice(begin, data.draw(st.integers(begin, size))))
-    assert torch.equal(stacked[box[0], box[1], box[2]].to(whole.dtype), whole[tuple(box)])
+    expected = whole[tuple(box)]
+    found = torch.full(expected.shape, -1.0)
+    stacked.fill(found, (box[0], box[1], box[2]))
+    assert torch.equal(found.to(whole.dtype), expected)
+
+
+def test_experts_are_read_one_matrix_at_a_time(tmp_path: Path) -> None:
+    """Beside the shard there is at most one matrix of one expert."""
+    whole = torch.randn(8, 2 * 64, 96)
+    stored = EXPERTS["qwen3_moe"].stored(NAMES[0], whole)
+    save_file({name: x.clone() for name, x in stored.items()}, tmp_path / "model.safetensors")
+    shard = WeightShard(torch.empty(4, 2 * 64, 96), (2, 0, 0), tuple(whole.shape))
+    with WeightsReader(tmp_path) as reader, allocations() as found:
+        reader.fill(NAMES[0], shard)
+    assert torch.equal(shard.tensor, whole[2:6])
+    assert found.peak <= whole[0, :64].nbytes
+    assert found.kept == 0
 
 
 @pytest.mark.parametrize("kind", FIRST)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from controller import foresight
+from controller.algorithms import find_algorithm
 from controller.config.config import Config, load
 from controller.foresight import arena_mb_needed, arena_warnings
 from rlhf.errors import ConfigError
@@ -40,6 +41,43 @@ def test_a_large_batch_of_an_evaluation_counts() -> None:
     assert arena_mb_needed(config(*settings), 0) == arena_mb_needed(config(), 0)
 
 
+def further(algorithm: str, quickstart: str, *settings: str) -> dict[str, int]:
+    """Returns the arenas that an algorithm needs beyond those of an algorithm that keeps one response per row."""
+    found = find_algorithm(algorithm)
+    sized = ("data.prompts_per_step=8192", "rollout.max_response_tokens=1024", *settings)
+    configured = found.configure(load(QUICKSTART.with_name(f"{quickstart}.toml"), sized))
+    needed = arena_mb_needed(configured, 256, found.further_responses(configured))
+    return {name: needed[name] - mb for name, mb in arena_mb_needed(configured, 256).items()}
+
+
+GENERATED_MB = (256 * 4 + 1024 * (4 + 4)) * 4096 // 2**20
+"""Of 4,096 responses: ids of prompt and response, and the log-probabilities of sampling."""
+
+
+def test_the_greedy_responses_of_remax_count() -> None:
+    """One per prompt, which two ranks of the actor share; other services do not keep them."""
+    assert further("remax", "quickstart") == {"actor": GENERATED_MB, "reference": 0}
+
+
+def test_an_evaluation_of_distill_keeps_two_responses_where_a_reward_scores_one() -> None:
+    ranks, rows = ("services.actor.ranks=2",), ("data.prompts_per_step=128", "run.evaluation_rows=8192")
+    assert further("distill", "distill", *ranks, *rows)["actor"] == GENERATED_MB
+    config = load(QUICKSTART.with_name("distill.toml"), rows)
+    teacher = {name: table for name, table in config.services.items() if name != "reward"}
+    distill = find_algorithm("distill")
+    assert distill.further_responses(config.model_copy(update={"services": teacher})) == (0, 0)
+
+
+def test_the_responses_of_all_rounds_of_dapo_count() -> None:
+    """Which end with their step, those of groups that it does not train on too."""
+    settings = (
+        "rollout.samples_per_prompt=2",
+        "data.prompts_per_step=4096",
+        "algorithm.options.max_rounds=3",
+    )
+    assert further("dapo", "groups", "services.actor.ranks=2", *settings)["actor"] == 2 * GENERATED_MB
+
+
 def test_the_figure_that_is_needed_is_told_with_its_key() -> None:
     lines = arena_warnings(config("services.critic.arena_mb=64", "services.reference.arena_mb=1"), 256)
     assert [line.partition(":")[0] for line in lines] == [
@@ -49,9 +87,11 @@ def test_the_figure_that_is_needed_is_told_with_its_key() -> None:
                              "each rank needs 68")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["quickstart", "groups"])
+@pytest.mark.parametrize("name", ["ppo", "remax", "grpo", "dapo", "distill"])
 def test_bundled_configurations_have_arenas_that_are_large_enough(name: str) -> None:
-    assert arena_warnings(load(QUICKSTART.with_name(f"{name}.toml")), 64) == []
+    algorithm = find_algorithm(name)
+    config = algorithm.configure(load(QUICKSTART.with_name(f"{algorithm.quickstart}.toml")))
+    assert arena_warnings(config, 64, algorithm.further_responses(config)) == []
 
 
 def test_models_on_the_hub_are_described_here_where_that_is_possible(

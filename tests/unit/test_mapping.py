@@ -27,6 +27,7 @@ from controller.mapping.output import planned_config
 from controller.mapping.problem import Model, Problem
 from controller.mapping.record import record_dataflow
 from controller.mapping.simulate import Site, generation_s, inference_s, training_s, transition_s
+from controller.mapping.work import decoded_weights, forward_flops
 from controller.mapping.workload import LengthShares, Workload, workload_of
 from controller.simulation.durations import CallTimes, Durations
 from controller.simulation.run import simulate_run
@@ -430,6 +431,36 @@ def test_explain_says_what_a_worse_plan_loses(config_file: Path) -> None:
     assert ran.exit_code == 1
     assert re.search(r"critic needs .* GB on a device of 80.00 GB, .* GB too much", ran.output)
     assert re.search(r"critic: .* longer as fsdp on 1 devices than as ", ran.output)
+
+
+def test_a_mixture_of_experts_is_placed_in_engine_fsdp_and_computes_with_the_experts_of_a_token(
+    config_file: Path,
+) -> None:
+    table = read_toml(config_file)
+    directory = Path(table["services"]["actor"]["model"])
+    config = json.loads((directory / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    sizes = {
+        "num_key_value_heads": config["num_attention_heads"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+    }
+    mixture = {**config, "model_type": "mixtral", **sizes}
+    (directory / "config.json").write_text(json.dumps(mixture))
+    ran = rlhf_map("find", config_file, "--devices", "A100-80GB:8", "-o", config_file.with_name("plan.toml"))
+    assert ran.exit_code == 0, ran.output
+    tables = load(config_file.with_name("plan.toml")).services
+    for name in ("actor", "critic", "reference"):
+        placed = tables[name]
+        assert isinstance(placed, ModelTable)
+        assert (placed.engine, placed.mesh) == ("fsdp", "")
+    dense, sparse = ModelShape.of(config), ModelShape.of(mixture)
+    router = 4 * sparse.hidden * sparse.layers
+    # One expert of four computes each token: as many operations as in the dense model, and those of the router.
+    assert forward_flops(sparse, 1, 0, 0) == forward_flops(dense, 1, 0, 0) + 2 * router
+    assert decoded_weights(sparse, 1) == decoded_weights(dense, 1) + router
+    of_experts = 3 * sparse.layers * sparse.hidden * config["intermediate_size"]
+    assert decoded_weights(sparse, 2) == pytest.approx(decoded_weights(sparse, 1) + 0.75 * of_experts)
 
 
 def test_where_nothing_fits_the_least_devices_are_told(config_file: Path) -> None:

@@ -55,7 +55,19 @@ def test_the_actor_has_at_least_as_many_devices_as_any_other(size: str, count: i
 
 @pytest.mark.parametrize(
     ("size", "count"),
-    cases([("7B", 16), ("7B", 32), ("13B", 16), ("13B", 32), ("34B", 32), ("70B", 64)], QUICK),
+    [
+        *cases([("7B", 16), ("7B", 32), ("13B", 16), ("13B", 32), ("34B", 32)], QUICK),
+        pytest.param(
+            *("70B", 64),
+            marks=[
+                pytest.mark.full,
+                pytest.mark.xfail(
+                    strict=True,
+                    reason="generation weights gathered apart stay while others compute: two pools",
+                ),
+            ],
+        ),
+    ],
 )
 def test_on_small_clusters_all_models_are_colocated(size: str, count: int) -> None:
     assert len(found(size, count)[1].pools) == 1

@@ -168,6 +168,34 @@ def test_a_service_that_is_not_predicted_says_why(model: Path) -> None:
     assert report.left_out["reward"] == "kind function has no model of its own"
 
 
+@pytest.mark.parametrize(
+    ("keys", "is_predicted"),
+    [
+        (("engine='fsdp'",), True),
+        (("engine='zero'",), False),
+        (("engine='3d'", "mesh='1-1-4'"), False),
+        (("engine='fsdp'", "generation_mesh='1-2-2'"), False),
+    ],
+)
+def test_a_mixture_of_experts_is_predicted_where_it_can_be_trained(
+    keys: tuple[str, ...], is_predicted: bool, model: Path
+) -> None:
+    (model / "config.json").write_text(
+        json.dumps({**LLAMA_7B, "model_type": "mixtral", "intermediate_size": 14336})
+    )
+    given = ("mesh=''", "shards_over_data=false", "ranks=4", *keys)
+    config = load(QUICKSTART, settings(model, *(f"services.actor.{key}" for key in given)))
+    report = predict_memory(config, ["actor"], int(GB))
+    if is_predicted:
+        idle = report.services["actor"].stages["idle"].device
+        use = service_use(config.services["actor"], on_gpu=True)
+        assert idle["generation weights"] == use.itemsize * use.shape.num_parameters
+    else:
+        assert report.left_out["actor"] == (
+            "mixtures of experts are predicted in engine fsdp, each rank with the whole model to generate"
+        )
+
+
 def test_neither_weights_nor_torch_are_needed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert [path.name for path in model.iterdir()] == ["config.json"]

@@ -47,6 +47,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", **SIZES},
     "qwen3, biases": {"model_type": "qwen3", **SIZES, "attention_bias": True, "tie_word_embeddings": True},
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **SIZES,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3_moe, tied": {
+        "model_type": "qwen3_moe",
+        **SIZES,
+        "num_experts": 6,
+        "moe_intermediate_size": 24,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [0, 2],
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+}
+MODELS = CONFIGS | MIXTURES
 HEADS: tuple[HeadKind, ...] = ("lm", "value", "score")
 
 
@@ -68,12 +91,39 @@ def on_meta(config: dict[str, Any], head: HeadKind = "lm") -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_weights_are_those_of_transformers_model(name: str, head: HeadKind) -> None:
-    shape = ModelShape.of(CONFIGS[name], head)
-    real = [tuple(p.shape) for p in on_meta(CONFIGS[name], head).parameters()]
+    shape = ModelShape.of(MODELS[name], head)
+    real = [tuple(p.shape) for p in on_meta(MODELS[name], head).parameters()]
     assert sorted(weight.shape for _, weight in shape.weights()) == sorted(real)
     assert shape.num_parameters == sum(map(math.prod, real))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_each_layer_of_a_mixture_has_the_weights_of_transformers_layer(name: str) -> None:
+    shape = ModelShape.of(MIXTURES[name])
+    model: Any = on_meta(MIXTURES[name])
+    for kind, layer in zip(shape.kinds, model.model.layers, strict=True):
+        assert {w.name: w.shape for w in kind.weights} == {
+            n: tuple(p.shape) for n, p in layer.named_parameters()
+        }
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_token_is_computed_by_its_experts_alone(name: str) -> None:
+    """Parameters that get a gradient from one token, counted in a real model, whose rows of unused experts get none."""
+    shape = ModelShape.of(MIXTURES[name])
+    model: Any = AutoModelForCausalLM.from_config(transformers_config(MIXTURES[name]))
+    model.model(torch.tensor([[3]])).last_hidden_state.sum().backward()
+    layers = model.model.layers
+    used = sum(
+        p[0].numel() * int(p.grad.flatten(1).any(dim=1).sum()) if p.ndim == 3 else p.numel()
+        for p in layers.parameters()
+    )
+    assert shape.read_by(1) == pytest.approx(used)
+    every = sum(p.numel() for p in layers.parameters())
+    assert shape.read_by(1) < shape.read_by(8) < every
+    assert shape.read_by(1e6) == pytest.approx(every)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("7B", 6.74), ("13B", 13.02), ("34B", 33.74), ("70B", 68.98)])
@@ -95,7 +145,51 @@ def test_the_models_of_the_paper_have_the_sizes_of_their_names(name: str, billio
     assert shape.num_parameters == two_layers + (shape.layers - 2) * shape.layer_numel
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("config", "billions", "of_a_token"),
+    [
+        # "Mixtral of Experts" (Jiang et al. 2024), Table 1: 13 B active; 46.7 B and 12.9 B in its announcement.
+        (
+            {
+                "model_type": "mixtral",
+                "vocab_size": 32000,
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+            },
+            46.7,
+            12.9,
+        ),
+        # Qwen3-30B-A3B, of its model card.
+        (
+            {
+                "model_type": "qwen3_moe",
+                "vocab_size": 151936,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 32,
+                "head_dim": 128,
+            },
+            30.5,
+            3.3,
+        ),
+    ],
+    ids=["mixtral", "qwen3_moe"],
+)
+def test_published_mixtures_have_the_sizes_that_are_published(
+    config: dict[str, Any], billions: float, of_a_token: float
+) -> None:
+    shape = ModelShape.of(config)
+    assert shape.num_parameters / 1e9 == pytest.approx(billions, abs=0.05)
+    ends = sum(weight.numel for weight in (shape.embedding, *shape.end))
+    assert (shape.read_by(1) + ends) / 1e9 == pytest.approx(of_a_token, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"]
+)
 def test_keys_that_a_config_leaves_out_have_transformers_defaults(family: str) -> None:
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     given = {"model_type": family, "num_attention_heads": 32, **{key: SIZES[key] for key in required}}
@@ -128,7 +222,15 @@ def test_shards_are_those_of_engine_3d(name: str, head: HeadKind, mesh: tuple[in
     [
         (
             {"model_type": "gpt2"},
-            "model_type is 'gpt2'; memory is predicted for llama, mistral, qwen2, qwen3",
+            "model_type is 'gpt2'; memory is predicted for llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe",
+        ),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok is 5, of 4 experts",
+        ),
+        (
+            {"model_type": "qwen2_moe", "moe_intermediate_size": 0},
+            "moe_intermediate_size is 0; it must be an integer of at least 1",
         ),
         ({"hidden_size": None}, "hidden_size is None; it must be an integer of at least 1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be an integer of at least 1"),
