@@ -9,13 +9,28 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 
 def converts_weights(model: PreTrainedModel) -> bool:
     """Returns whether transformers converts a model's tensors when it reads and writes files."""
     return bool(get_model_conversion_mapping(model, add_legacy=False) or model._get_dtype_plan(model.dtype))
+
+
+def supports_sdpa(auto_class: Any, config: PreTrainedConfig) -> bool:
+    """Returns whether transformers computes the model of a configuration with torch's scaled_dot_product_attention.
+
+    Args:
+        auto_class: auto class that chooses the model's class.
+        config: configuration, of a type that the auto class knows; of others, for which it raises an error with the
+            known ones, returns True.
+    """
+    kind: Any = type(config)
+    if kind not in auto_class._model_mapping:
+        return True
+    found = auto_class._model_mapping[kind]
+    return all(each._supports_sdpa for each in (found if isinstance(found, tuple) else (found,)))
 
 
 def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:

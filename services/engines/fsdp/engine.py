@@ -18,7 +18,7 @@ from services.compute.heads import Head, dummy_head, whole_output
 from services.compute.linear import Linear
 from services.compute.logits import DeferredLogits, OutputLayer
 from services.compute.microbatch import MicroBatch, dummy_micro_batch
-from services.compute.packing import ATTENTION, skip_unread_positions_in_last_layer
+from services.compute.packing import ATTENTION, return_read_positions, skip_unread_positions_in_last_layer
 from services.compute.recompute import recompute_in_backward
 from services.compute.sequence_parallel import SequenceRanks
 from services.compute.transformers_internals import block_class_names
@@ -26,7 +26,7 @@ from services.engines.base import EngineSetup, OptimizerOptions
 from services.engines.data_parallel import DataParallelEngine
 from services.engines.fully_shard import box, local_part, shard_modules, whole
 from services.engines.implementation import compute_dtype, kept_dtype
-from services.models.families import PACKED
+from services.models.families import LLAMA_LIKE, PACKED
 from services.models.loading import Load, load_on_meta, materialize, read_first_values, read_parts
 from services.models.value_model import ValueModel, transformer_of
 from services.models.weights import cast
@@ -136,7 +136,8 @@ class FSDPEngine(DataParallelEngine):
         if not self.packs:
             raise ValueError(f"sequence_parallel: models of type {self.config.model_type} are not packed")
         heads = ("num_attention_heads", "num_key_value_heads")
-        meshes.check_sequence_parallel(size, {key: getattr(self.config, key) for key in heads})
+        found = {key: getattr(self.config, key, None) for key in heads}
+        meshes.check_sequence_parallel(size, {key: x for key, x in found.items() if x is not None})
         ranks = range(dist.get_world_size())
         return SequenceRanks(own_group([ranks[first : first + size] for first in ranks[::size]]))
 
@@ -216,7 +217,8 @@ def _enable_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
     if backbone.config.model_type not in PACKED:
         return False
     backbone.set_attn_implementation(ATTENTION)
-    skip_unread_positions_in_last_layer(_blocks(model)[-1])
+    skips = backbone.config.model_type in LLAMA_LIKE
+    (skip_unread_positions_in_last_layer if skips else return_read_positions)(_blocks(model)[-1])
     return True
 
 
@@ -225,9 +227,10 @@ def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
     states and weight; None for any other model, and for value models."""
     if isinstance(model, ValueModel) or model.config.model_type not in PACKED:
         return None
-    layer = model.get_output_embeddings()
-    if type(layer) is nn.Linear or isinstance(layer, Linear):
-        return OutputLayer(layer.weight)
+    layer, config = model.get_output_embeddings(), model.config
+    if (type(layer) is nn.Linear or isinstance(layer, Linear)) and layer.bias is None:
+        scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        return OutputLayer(layer.weight, scale=scale, cap=getattr(config, "final_logit_softcapping", None))
     return None
 
 
