@@ -96,7 +96,7 @@ class OutputLayer:
         capped; None if logits are not capped."""
         if self.cap is None:
             return None
-        return (logits_NV * (temperature / self.cap)).square_().neg_().add_(1)
+        return (logits_NV * (temperature / self.cap)).square_().neg_().add_(1).clamp_(min=0)
 
     def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """All-reduces a tensor over `group`, in place, if there are other shards; returns it."""

@@ -290,9 +290,7 @@ def _attend_packed(
         if scores.are_changed:
             attended_STHD = scores.attend(own_query, own_key, own_value, mask, options.get("scaling"))
         else:
-            attended_STHD, _ = sdpa_attention_forward(
-                module, own_query, own_key, own_value, mask, **options
-            )
+            attended_STHD, _ = sdpa_attention_forward(module, own_query, own_key, own_value, mask, **options)
             fix_order_of_gradient(attended_STHD)
         parts.append(group.pack(attended_STHD))
     return torch.cat(parts)

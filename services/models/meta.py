@@ -11,7 +11,11 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from services.compute.torch_internals import buffers_of, non_persistent_buffers
-from services.compute.transformers_internals import initialize_module, supports_sdpa
+from services.compute.transformers_internals import (
+    give_own_types,
+    initialize_module,
+    supports_sdpa,
+)
 
 
 def model_on_meta(
@@ -35,6 +39,7 @@ def model_on_meta(
     if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     compute_buffers(model, model)
+    give_own_types(model, dtype)
     return model
 
 

@@ -240,7 +240,10 @@ class _Context:
         if self.num_pads_B is None:
             return {"position_ids": position_T[None, self.num_read :]}
         distance_BT = position_T - self.num_pads_B[:, None]
-        return {"attention_mask": distance_BT >= 0, "position_ids": distance_BT[:, self.num_read :].clamp(min=0)}
+        return {
+            "attention_mask": distance_BT >= 0,
+            "position_ids": distance_BT[:, self.num_read :].clamp(min=0),
+        }
 
 
 @dataclass(frozen=True, eq=False)

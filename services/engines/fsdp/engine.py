@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,12 +89,15 @@ class FSDPEngine(DataParallelEngine):
         is_sharded = dist.get_world_size() > 1 or casts
         if is_sharded:
             # One FSDP group per transformer block; embeddings, norm and head form the root group.
+            dtype = next(model.parameters()).dtype
+            fixed = [p for p in model.parameters() if optimizer is None or not p.requires_grad]
             shard_modules(
                 [*_blocks(model), self._reader],
                 init_device_mesh(device.type, (dist.get_world_size(),)),
-                dtype=next(model.parameters()).dtype,
+                dtype=dtype,
                 compute_dtype=compute_dtype,
                 reshard_after_forward=reshard_after_forward,
+                unsharded=[p for p in fixed if p.dtype != dtype],
             )
         self._fill({name: box(local_part(x), x) for name, x in materialize(model, device)}, directory)
         if is_sharded:
@@ -235,7 +239,12 @@ def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
 
 
 def _blocks(model: PreTrainedModel | ValueModel) -> list[nn.Module]:
-    """Returns the transformer blocks of a model, from the first to the last."""
+    """Returns the transformer blocks of a model, from the first to the last; of blocks within blocks the outer ones."""
     transformer = transformer_of(model)
     names = block_class_names(transformer)
-    return [module for module in transformer.modules() if type(module).__name__ in names]
+    found: dict[str, nn.Module] = {}
+    for path, module in transformer.named_modules():
+        parents = itertools.accumulate(path.split("."), lambda parent, name: f"{parent}.{name}")
+        if type(module).__name__ in names and found.keys().isdisjoint(parents):
+            found[path] = module
+    return list(found.values())
