@@ -68,9 +68,9 @@ PACKED = (
     *("granite_swa", "minicpm3", "olmo2", "olmo3", "phi", "phi3", "vaultgemma"),
     *("gpt_oss", "granitemoe", "minimax_m2"),
 )
-"""Values of `model_type` whose rows engine fsdp packs: tokens of different positions meet in attention alone, which goes
-through transformers' interface, windows included, and depend on their positions by `position_ids` alone. Their logits
-are products of hidden states and weight, scaled and capped as `logit_scale`, `logits_scaling` and
+"""Values of `model_type` whose rows engine fsdp packs. Their tokens meet in attention alone, which goes through the
+interface of transformers, windows included, and depend on their positions by `position_ids` alone. Their logits are
+products of hidden states and weight, scaled and capped as `logit_scale`, `logits_scaling` and
 `final_logit_softcapping` of the configuration say. tests/unit/test_model_types.py compares each with rows alone."""
 
 

@@ -25,7 +25,6 @@ from services.models.positions import max_positions
 from services.rollout.base import SamplingOptions, check_names
 from services.rollout.sampling import choose
 
-
 _KEEP_STATES = ("recurrent_gemma",)
 """Values of `model_type` whose modules keep the states of the last rows themselves, not in the cache."""
 _LEAVE_PADDING_OUT = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_types import CONFIGS, VOCABULARY, configuration, in_eager_mode, plain_model, write_directory
+from model_types import CONFIGS, VOCABULARY, in_eager_mode, plain_model, write_directory
 from packed_rows import HEAD, jagged, loss
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModel, PreTrainedTokenizerFast
 from unit.one_rank import OneRank
 
 from nccl_transfer.refs.columns import Jagged
@@ -26,7 +25,6 @@ from services.engines.fsdp.engine import FSDPEngine, output_layer
 from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
 from services.models.families import PACKED, load_causal_lm, load_value_model
 from services.models.loading import load_on_meta
-from services.models.value_model import ValueModel
 from services.rollout.base import SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
