@@ -36,29 +36,10 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 Models of other types may, for example, scale the embedding's output, which every pipeline stage would repeat."""
 LLAMA_LIKE = (
     *FAMILIES,
-    *(
-        "arcee",
-        "ernie4_5",
-        "gemma",
-        "glm",
-        "helium",
-        "hunyuan_v1_dense",
-        "ministral",
-        "ministral3",
-        "nanochat",
-    ),
-    *("olmo", "seed_oss", "smollm3", "starcoder2"),
-    *(
-        "deepseek_v2",
-        "deepseek_v3",
-        "dots1",
-        "ernie4_5_moe",
-        "glm4_moe",
-        "mixtral",
-        "olmoe",
-        "qwen2_moe",
-        "qwen3_moe",
-    ),
+    *("arcee", "ernie4_5", "gemma", "glm", "helium", "hunyuan_v1_dense", "ministral", "ministral3"),
+    *("nanochat", "olmo", "seed_oss", "smollm3", "starcoder2"),
+    *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "mixtral", "olmoe"),
+    *("qwen2_moe", "qwen3_moe"),
 )
 """Values of `model_type` whose layers add to their input x first attention(norm(x)), whose last part is a linear layer
 `o_proj`, and to that sum y then mlp(norm(y)), with the names that Llama has for these modules."""
