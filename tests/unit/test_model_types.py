@@ -30,6 +30,7 @@ from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
 
 CPU = torch.device("cpu")
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 OPTIONS = OptimizerOptions(lr=3e-3, max_grad_norm=float("inf"))
 EXACT = 2e-5
 """Largest error of a number whose norms, softmax or recurrence transformers computes in float32."""
@@ -51,7 +52,7 @@ QUICK = (
     ),
     *("gpt_oss", "granite", "olmo2", "phi3", "qwen3_next", "recurrent_gemma", "smollm3"),
 )
-"""Types that each change is tested with at once; the others are slow together."""
+"""Types that every change is tested with; the others are slow together."""
 NO_ROLLOUTS = ("recurrent_gemma",)
 WHOLE_LOGITS = ("phi",)
 """Types that are packed and have output layers with a bias."""
@@ -139,8 +140,22 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, directory, prompts, responses, found.detach(), gradients)
 
 
+heavy = pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.full) for name in CONFIGS],
+    indirect=True,
+)
+
+
 def test_every_type_that_is_packed_is_tested():
     assert set(PACKED) <= set(CONFIGS)
+
+
+def test_the_page_on_models_lists_every_type_as_packed_or_padded():
+    cells = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    listed = {name.split()[0]: how.strip() for names, how in cells for name in names.split(",")}
+    assert listed.keys() - {"`model_type`"} == CONFIGS.keys()
+    assert {name for name, how in listed.items() if how.startswith("packed")} == set(PACKED)
 
 
 def test_rows_have_the_numbers_of_rows_alone(case: Case):
@@ -197,7 +212,7 @@ def test_types_of_weights_on_meta_are_those_of_a_whole_model_in_half_precision(c
         assert buffer.is_meta or torch.equal(buffer, computed[name])
 
 
-@pytest.mark.slow
+@heavy
 def test_shards_that_are_recomputed_have_the_numbers_of_rows_alone(case: Case):
     engine = case.engine(compute_dtype=torch.float32, activation_checkpointing=True)
     for packed in {False, engine.packs}:
@@ -209,7 +224,7 @@ def test_shards_that_are_recomputed_have_the_numbers_of_rows_alone(case: Case):
         engine._drop_gradients()
 
 
-@pytest.mark.slow
+@heavy
 def test_shards_of_a_frozen_model_in_half_precision_have_its_numbers(case: Case):
     model = case.on_meta(torch.bfloat16)
     engine = FSDPEngine(
@@ -222,7 +237,7 @@ def test_shards_of_a_frozen_model_in_half_precision_have_its_numbers(case: Case)
     torch.testing.assert_close(found, expected, rtol=0, atol=IN_FLOAT32)
 
 
-@pytest.mark.slow
+@heavy
 def test_values_are_the_head_on_the_hidden_states_of_rows_alone(case: Case):
     if case.model_type == "llama4_text":
         pytest.skip("transformers registers its language model under two classes")
@@ -248,7 +263,7 @@ def test_values_are_the_head_on_the_hidden_states_of_rows_alone(case: Case):
         torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=EXACT)
 
 
-@pytest.mark.slow
+@heavy
 def test_adapters_train_and_are_exported(case: Case, tmp_path: Path):
     adapters: dict[str, Any] = {"adapters": AdapterOptions(rank=2), "optimizer": OPTIONS}
     model = case.on_meta(torch.float32)
@@ -270,7 +285,7 @@ def test_adapters_train_and_are_exported(case: Case, tmp_path: Path):
     torch.testing.assert_close(after, merged, rtol=0, atol=IN_FLOAT32)
 
 
-@pytest.mark.slow
+@heavy
 def test_an_actor_and_a_critic_make_an_iteration_of_ppo(case: Case, tiny_tokenizer: PreTrainedTokenizerFast):
     if case.model_type.startswith("qwen2"):
         pytest.skip("transformers gives every directory of this type the tokenizer of Qwen2")
