@@ -230,7 +230,7 @@ class _Context:
 
     def select(self, rows: Tensor) -> None:
         """Replaces the rows of the context, in place, by copies of those of the given indices [B], which may repeat."""
-        self.cache.reorder_cache(rows)
+        self.cache.reorder_cache(rows)  # type: ignore[arg-type] - any tensor of int64
         self.num_pads_B = self.num_pads_B[rows] if self.num_pads_B is not None else None
 
     def position_arguments(self, num_new: int, device: torch.device) -> dict[str, Tensor]:

@@ -85,7 +85,12 @@ class Case:
 
     def engine(self, **options: Any) -> FSDPEngine:
         return FSDPEngine(
-            self.on_meta(), CPU, directory=self.directory, load=load_causal_lm, optimizer=OPTIONS, **options
+            self.on_meta().double(),
+            CPU,
+            directory=self.directory,
+            load=load_causal_lm,
+            optimizer=OPTIONS,
+            **options,
         )
 
 
@@ -112,7 +117,7 @@ def alone(model: Any, prompts: Jagged[Tensor], responses: Jagged[Tensor]) -> Ten
 def log_probs(engine: FSDPEngine, micro_batches: list[MicroBatch], responses: Jagged[Tensor]) -> Tensor:
     outputs = engine.infer(micro_batches, HEAD)
     collected = [m.collect(out.log_probs_BR) for m, out in zip(micro_batches, outputs, strict=True)]
-    return assemble([m.rows for m in micro_batches], collected, responses.lengths).values
+    return assemble([m.rows for m in micro_batches], collected, responses.lengths).values.double()
 
 
 def assert_gradients(engine: FSDPEngine, expected: dict[str, Tensor], relative: float) -> None:
@@ -137,7 +142,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     found = alone(model, prompts, responses)
     found.square().sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Case(request.param, directory, prompts, responses, found.detach(), gradients)
+    # Some models return logits in float32.
+    return Case(request.param, directory, prompts, responses, found.detach().double(), gradients)
 
 
 heavy = pytest.mark.parametrize(
@@ -182,7 +188,7 @@ def test_what_is_generated_and_exported_after_a_step_is_what_was_trained(case: C
     assert exported.keys() == trained.keys()
     assert all(torch.equal(x, trained[name]) for name, x in exported.items())
     with torch.no_grad():
-        by_transformers = alone(plain_model(tmp_path / "export"), case.prompts, case.responses)
+        by_transformers = alone(plain_model(tmp_path / "export"), case.prompts, case.responses).double()
     found = log_probs(engine, case.split(engine.packs), case.responses)
     torch.testing.assert_close(found, by_transformers, rtol=0, atol=EXACT)
     assert (found - case.log_probs).abs().max() > 1e-3
@@ -196,9 +202,9 @@ def test_what_is_generated_and_exported_after_a_step_is_what_was_trained(case: C
     generation = rollout.generate(prompts, options, row_seeds(0, 1, "generate", np.arange(len(prompts))))
     responses = generation.responses
     assert len(set(responses.lengths)) > 1, "rows that end are dropped from the batch"
-    recomputed = log_probs(engine, case.split(engine.packs, responses), responses).float()
+    recomputed = log_probs(engine, case.split(engine.packs, responses), responses)
     tolerance = PARITY.get(case.model_type, IN_FLOAT32)
-    torch.testing.assert_close(generation.log_probs.values, recomputed, rtol=0, atol=tolerance)
+    torch.testing.assert_close(generation.log_probs.values.double(), recomputed, rtol=0, atol=tolerance)
 
 
 def test_types_of_weights_on_meta_are_those_of_a_whole_model_in_half_precision(case: Case):
@@ -217,7 +223,7 @@ def test_shards_that_are_recomputed_have_the_numbers_of_rows_alone(case: Case):
     engine = case.engine(compute_dtype=torch.float32, activation_checkpointing=True)
     for packed in {False, engine.packs}:
         micro_batches = case.split(packed)
-        found = log_probs(engine, micro_batches, case.responses).double()
+        found = log_probs(engine, micro_batches, case.responses)
         torch.testing.assert_close(found, case.log_probs, rtol=0, atol=IN_FLOAT32)
         engine._accumulate_gradients(micro_batches, HEAD, loss)
         assert_gradients(engine, case.gradients, 1e-3)
@@ -232,7 +238,7 @@ def test_shards_of_a_frozen_model_in_half_precision_have_its_numbers(case: Case)
     )
     plain = load_causal_lm(case.directory, torch.bfloat16).float()
     with torch.no_grad():
-        expected = alone(in_eager_mode(plain), case.prompts, case.responses)
+        expected = alone(in_eager_mode(plain), case.prompts, case.responses).double()
     found = log_probs(engine, case.split(engine.packs), case.responses)
     torch.testing.assert_close(found, expected, rtol=0, atol=IN_FLOAT32)
 
@@ -273,15 +279,15 @@ def test_adapters_train_and_are_exported(case: Case, tmp_path: Path):
         return
     engine = LoRAEngine(model, CPU, directory=case.directory, **adapters)
     micro_batches = case.split(engine.packs)
-    before = log_probs(engine, micro_batches, case.responses).double()
+    before = log_probs(engine, micro_batches, case.responses)
     torch.testing.assert_close(before, case.log_probs, rtol=0, atol=IN_FLOAT32)
     for _ in range(2):
         engine.step(micro_batches, HEAD, loss)
-    after = log_probs(engine, micro_batches, case.responses).double()
+    after = log_probs(engine, micro_batches, case.responses)
     assert (after - before).abs().max() > 1e-3
     engine.export(tmp_path / "export")
     with torch.no_grad():
-        merged = alone(plain_model(tmp_path / "export"), case.prompts, case.responses)
+        merged = alone(plain_model(tmp_path / "export"), case.prompts, case.responses).double()
     torch.testing.assert_close(after, merged, rtol=0, atol=IN_FLOAT32)
 
 
