@@ -84,13 +84,11 @@ class Case:
         return in_eager_mode(load_on_meta(load_causal_lm, self.directory, dtype))
 
     def engine(self, **options: Any) -> FSDPEngine:
+        model = self.on_meta()
+        if options:  # FSDP shards trained weights of one type only
+            model = model.double()
         return FSDPEngine(
-            self.on_meta().double(),
-            CPU,
-            directory=self.directory,
-            load=load_causal_lm,
-            optimizer=OPTIONS,
-            **options,
+            model, CPU, directory=self.directory, load=load_causal_lm, optimizer=OPTIONS, **options
         )
 
 
