@@ -18,6 +18,9 @@ VLLM = "vllm"
 """Name of the rollout engine whose KV cache has a fixed size."""
 POSITIONS = "max_position_embeddings"
 """Key of a config.json: maximum number of tokens of a row."""
+_ORIGINAL_POSITIONS = "original_max_position_embeddings"
+_LONGROPE = {"longrope", "su"}
+"""Names of a type of rotary embeddings, new and old."""
 
 
 def check_model_fits(name: str, table: ServiceTable, response_tokens: int = 0) -> None:
@@ -38,9 +41,10 @@ def check_model_fits(name: str, table: ServiceTable, response_tokens: int = 0) -
         return
     shape = read_shape(table.model_directory)
     if 0 < shape.get(POSITIONS, 0) <= response_tokens:
+        key = _ORIGINAL_POSITIONS if shape.get(_ORIGINAL_POSITIONS) == shape[POSITIONS] else POSITIONS
         raise ConfigError(
             f"rollout.max_response_tokens: {response_tokens} leave no room for a prompt in services.{name}, whose "
-            f"model {table.model} reads rows of up to {shape[POSITIONS]} tokens in all ({POSITIONS})"
+            f"model {table.model} reads rows of up to {shape[POSITIONS]} tokens in all ({key})"
         )
     if isinstance(table, ModelTable | RolloutServiceTable):
         _check_meshes(name, table, shape)
@@ -81,10 +85,19 @@ def _check_meshes(name: str, table: ModelTable | RolloutServiceTable, shape: mes
 
 def read_shape(model: Path) -> meshes.Shape:
     """Reads the integers in the config.json of a model directory, by key. Returns an empty mapping where the file
-    cannot be read."""
+    cannot be read. With rotary embeddings of type longrope, the positions are `original_max_position_embeddings`, as in
+    `services.models.positions`."""
     try:
         config: Any = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):
         return meshes.NO_SHAPE
-    sizes = config.items() if isinstance(config, dict) else ()
-    return {key: value for key, value in sizes if isinstance(value, int)}
+    if not isinstance(config, dict):
+        return meshes.NO_SHAPE
+    sizes = {key: value for key, value in config.items() if isinstance(value, int)}
+    for rope in (config.get("rope_scaling"), config.get("rope_parameters")):
+        if isinstance(rope, dict) and _LONGROPE & {rope.get("rope_type"), rope.get("type")}:
+            original = rope.get(_ORIGINAL_POSITIONS, sizes.get(_ORIGINAL_POSITIONS))
+            sizes |= (
+                dict.fromkeys((POSITIONS, _ORIGINAL_POSITIONS), original) if isinstance(original, int) else {}
+            )
+    return sizes

@@ -41,6 +41,8 @@ class OutputLayer:
         group: Process group of the ranks with the other shards, which have the same hidden states; None for one rank.
             Each rank scores all positions, and computes the part of the hidden states' gradient that its tokens give.
         compute_dtype: Type of matrix products. Default: that of the weight.
+        scale: Factor of the products, as in Granite and Cohere.
+        cap: Bound of the logits, cap tanh(scale product / cap), as in Gemma 2. Default: not capped.
     """
 
     weight_VH: Tensor | None = None
@@ -48,6 +50,8 @@ class OutputLayer:
     first_id: int = 0
     group: ProcessGroup | None = None
     compute_dtype: torch.dtype | None = None
+    scale: float = 1.0
+    cap: float | None = None
 
     def scores(self, hidden_NH: Tensor, ids_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Computes the log-probability of one token per position, and the entropy of each position's distribution,
@@ -77,11 +81,22 @@ class OutputLayer:
         overwrite."""
         logits_NV = hidden_NH.clone() if weight_VH is None else linear(hidden_NH, weight_VH)
         logits_NV = at_least_float32(logits_NV)
+        if self.scale != 1:
+            logits_NV.mul_(self.scale)
+        if self.cap is not None:
+            logits_NV.div_(self.cap).tanh_().mul_(self.cap)
         if temperature != 1:
             logits_NV.div_(temperature)
         if self.num_tokens is not None:
             logits_NV[:, self.num_tokens :] = PADDING_LOGIT
         return logits_NV
+
+    def _slope_of_cap(self, logits_NV: Tensor, temperature: float) -> Tensor | None:
+        """Returns the derivative of the capped logits [N, V], given divided by the temperature, by those that are not
+        capped; None if logits are not capped."""
+        if self.cap is None:
+            return None
+        return (logits_NV * (temperature / self.cap)).square_().neg_().add_(1).clamp_(min=0)
 
     def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """All-reduces a tensor over `group`, in place, if there are other shards; returns it."""
@@ -153,6 +168,7 @@ class _Scores(torch.autograd.Function):
         hidden, weight = layer._operands(hidden_NH, weight_VH)
         for chunk in _chunks(hidden, weight):
             log_p_NV = layer._logits(hidden[chunk], weight, ctx.temperature)
+            slope_of_cap = layer._slope_of_cap(log_p_NV, ctx.temperature)
             log_p_NV -= normalizer_N[chunk, None]
             of_z_NV = log_p_NV.exp()
             columns_N, is_ours_N = local_rows(ids_N[chunk], layer.first_id, of_z_NV.shape[-1])
@@ -164,6 +180,10 @@ class _Scores(torch.autograd.Function):
             of_z_NV.scatter_add_(-1, columns_N[:, None], (of_log_probs_N[chunk] * is_ours_N)[:, None])
             if ctx.temperature != 1:
                 of_z_NV.div_(ctx.temperature)
+            if slope_of_cap is not None:
+                of_z_NV.mul_(slope_of_cap)
+            if layer.scale != 1:
+                of_z_NV.mul_(layer.scale)
             of_z_NV = of_z_NV.to(hidden.dtype)
             of_hidden_NH[chunk] = of_z_NV if weight is None else linear(of_z_NV, weight.t())
             if of_weight_VH is not None:

@@ -25,12 +25,13 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from services.compute.explicit_attention import Scores
 from services.compute.sequence_parallel import SequenceRanks
 from services.compute.varlen import Spans, attend_spans, fix_order_of_gradient, has_kernel
 
-ATTENTION = "sdpa_by_sequence"
-"""Name under which the attention of this module is registered with transformers: its "sdpa", extended to packed
-rows."""
+ATTENTION = "by_sequence"
+"""Name under which the attention of this module is registered with transformers: its "sdpa", extended to packed rows,
+capped scores and attention sinks."""
 
 MAX_LENGTH_RATIO = 1.5
 """Largest ratio of the longest to the shortest sequence in a group."""
@@ -173,10 +174,25 @@ class Packing:
         }
 
 
+def return_read_positions(layer: Any) -> None:
+    """Makes the last layer of a model accept an optional argument `read_N`, positions [N] of a packed row, and return
+    its outputs at these positions alone, in this order; without it, at all positions. It computes all positions.
+
+    Replaces the layer's `forward`, not the layer, so that hooks around it stay.
+    """
+    whole = layer.forward
+
+    @wraps(whole)
+    def forward(hidden_states: Tensor, *arguments: Any, read_N: Tensor | None = None, **options: Any) -> Any:
+        output = whole(hidden_states, *arguments, **options)
+        return output if read_N is None else output.index_select(1, read_N)
+
+    layer.forward = forward
+
+
 def skip_unread_positions_in_last_layer(layer: Any) -> None:
-    """Makes the last layer of a Llama-like model accept an optional argument `read_N`, positions [N] of a packed row,
-    and compute its outputs at these positions alone, in this order; without it, at all positions. Keys and values are
-    computed at all positions.
+    """Makes the last layer of a Llama-like model accept an optional argument `read_N`, as `return_read_positions`, and
+    compute its outputs at these positions alone. Keys and values are computed at all positions.
 
     Replaces the layer's `forward`, not the layer, so that its name, weights and hooks stay and FSDP gathers its weights
     as before. A replacement layer would need a subclass for each model family.
@@ -212,6 +228,8 @@ def attend(
     *,
     packing: Packing | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention, with transformers' interface for attention functions. In a packed row, each token attends to
@@ -224,18 +242,24 @@ def attend(
         attention_mask: mask of rows that are not packed; ignored for a packed row.
         packing: layout of a packed row; None if rows are not packed.
         sliding_window: number of last tokens that a token attends to, itself included; None for all.
+        softcap: bound of the scores; None for none.
+        s_aux: logits [heads] of attention sinks; None for none.
         options: further arguments of transformers' sdpa attention.
 
     Returns:
         Outputs [B, T, heads, D], and None in place of attention weights.
     """
-    if packing is None and query.shape[2] == 1 and query.shape[1] > key.shape[1]:
-        return _attend_with_one_token(query, key, value, attention_mask, options["scaling"]), None
-    if packing is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, sliding_window=sliding_window, **options
-        )
-    return _attend_packed(module, query[0], key[0], value[0], packing, sliding_window, **options)[None], None
+    scores = Scores(softcap, s_aux)
+    if packing is not None:
+        own = (query[0], key[0], value[0])
+        return _attend_packed(module, *own, packing, sliding_window, scores, **options)[None], None
+    if scores.are_changed:
+        return scores.attend(query, key, value, attention_mask, options.get("scaling")), None
+    if query.shape[2] == 1 and query.shape[1] > key.shape[1]:
+        return _attend_with_one_token(query, key, value, attention_mask, options.get("scaling")), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, sliding_window=sliding_window, **options
+    )
 
 
 def _attend_packed(
@@ -245,6 +269,7 @@ def _attend_packed(
     value: Tensor,
     packing: Packing,
     window: int | None,
+    scores: Scores,
     **options: Any,
 ) -> Tensor:
     """Computes attention in a packed row, as `attend`; arguments [heads, T, D], result [T, heads, D]."""
@@ -252,18 +277,21 @@ def _attend_packed(
         query, key, value = ranks.to_heads((query, key, value), packing.num_tokens)
         # Where ranks share a key head, they have fewer queries for it than the whole layer has.
         own_heads = SimpleNamespace(num_key_value_groups=len(query) // len(key), is_causal=True)
-        attended = _attend_packed(
-            own_heads, query, key, value, replace(packing, ranks=None), window, **options
-        )
+        own_scores = scores.of_heads(slice(ranks.rank * len(query), (ranks.rank + 1) * len(query)))
+        alone = replace(packing, ranks=None)
+        attended = _attend_packed(own_heads, query, key, value, alone, window, own_scores, **options)
         return ranks.to_tokens(attended)
-    if has_kernel(query):
-        return attend_spans(query, key, value, packing.spans, window, options["scaling"])
+    if has_kernel(query) and query.shape[-1] == value.shape[-1] and not scores.are_changed:
+        return attend_spans(query, key, value, packing.spans, window, options.get("scaling"))
     parts = []
     for group in packing.groups:
         own_query, own_key, own_value = (group.unpack(x) for x in (query, key, value))
         mask = _window_mask(group.positions_ST, window)
-        attended_STHD, _ = sdpa_attention_forward(module, own_query, own_key, own_value, mask, **options)
-        fix_order_of_gradient(attended_STHD)
+        if scores.are_changed:
+            attended_STHD = scores.attend(own_query, own_key, own_value, mask, options.get("scaling"))
+        else:
+            attended_STHD, _ = sdpa_attention_forward(module, own_query, own_key, own_value, mask, **options)
+            fix_order_of_gradient(attended_STHD)
         parts.append(group.pack(attended_STHD))
     return torch.cat(parts)
 

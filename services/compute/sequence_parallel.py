@@ -63,8 +63,8 @@ class SequenceRanks:
         """Exchanges tokens for heads, all projections in one all-to-all. Collective over the group.
 
         Args:
-            projections: Queries, keys and values of this rank's tokens, each [heads, ceil(T / S), D]. A projection with
-                fewer heads than ranks has each of them repeated for the ranks that share it
+            projections: Queries, keys and values of this rank's tokens, each [heads, ceil(T / S), D], with a D of its
+                own each. A projection with fewer heads than ranks has each of them repeated for the ranks that share it
                 (`settings.meshes.check_sequence_parallel` has the numbers of heads that fit).
             num_tokens: T, the number of tokens of the row.
 
@@ -72,10 +72,12 @@ class SequenceRanks:
             Of each projection, this rank's heads of all tokens of the row, [heads / S, T, D], or [1, T, D] of repeated
             heads.
         """
-        parts = [self._by_rank(x) for x in projections]
+        widths = [x.shape[-1] for x in projections]
+        parts = [self._by_rank(F.pad(x, (0, max(widths) - x.shape[-1]))) for x in projections]
         received_SHTD = all_to_all(torch.cat(parts, dim=1), self.group)
         whole_HTD = received_SHTD.permute(1, 2, 0, 3).flatten(1, 2)[:, :num_tokens]
-        return list(whole_HTD.split([part.shape[1] for part in parts]))
+        split = whole_HTD.split([part.shape[1] for part in parts])
+        return [x[..., :width] for x, width in zip(split, widths, strict=True)]
 
     def to_tokens(self, x_THD: Tensor) -> Tensor:
         """Exchanges heads for tokens, the inverse of `to_heads`: from this rank's heads of all tokens [T, heads / S, D]

@@ -8,14 +8,48 @@ from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import build_glob_alternation
 
 
 def converts_weights(model: PreTrainedModel) -> bool:
     """Returns whether transformers converts a model's tensors when it reads and writes files."""
-    return bool(get_model_conversion_mapping(model, add_legacy=False) or model._get_dtype_plan(model.dtype))
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def give_own_types(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Converts those tensors of a model, in place, to the types in which transformers keeps them whatever the model's
+    type is, such as biases of routers in float32.
+
+    Args:
+        model: model in `dtype`.
+        dtype: type of the other weights.
+    """
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    patterns, pattern_of_group, _ = build_glob_alternation(list(plan))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if (found := patterns.search(name)) is not None:
+            tensor.data = tensor.data.to(plan[pattern_of_group[str(found.lastgroup)]])
+
+
+def supports_sdpa(auto_class: Any, config: PreTrainedConfig) -> bool:
+    """Returns whether transformers computes the model of a configuration with torch's scaled_dot_product_attention.
+
+    Args:
+        auto_class: auto class that chooses the model's class.
+        config: configuration, of a type that the auto class knows; of others, for which it raises an error with the
+            known ones, returns True.
+    """
+    kind: Any = type(config)
+    if kind not in auto_class._model_mapping:
+        return True
+    found = auto_class._model_mapping[kind]
+    return all(each._supports_sdpa for each in (found if isinstance(found, tuple) else (found,)))
 
 
 def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:

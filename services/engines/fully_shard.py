@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ def shard_modules(
     dtype: torch.dtype,
     compute_dtype: torch.dtype | None,
     reshard_after_forward: bool = True,
+    unsharded: Collection[nn.Parameter] = (),
 ) -> None:
     """Applies FSDP2 to each module, with gradients summed over ranks instead of averaged.
 
@@ -29,13 +30,18 @@ def shard_modules(
         mesh: one-dimensional mesh of the ranks to shard over.
         dtype: type of weights and gradients. Gradients are reduced in this type or float32, whichever is finer.
         compute_dtype: type of forward and backward passes. Default: `dtype`.
+        unsharded: parameters that every rank keeps whole, each in its own type; they are not trained.
         reshard_after_forward: whether gathered weights are freed between forward and backward pass.
     """
     reduce_dtype = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     for module in modules:
         sharded = fully_shard(
-            module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=set(unsharded) or None,
         )
         # FSDP averages gradients by default. gloo also supports plain sums only. On one rank there is nothing to
         # average, and FSDP would divide all gradients by 1.

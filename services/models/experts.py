@@ -97,7 +97,8 @@ class StackedExperts:
 _OF_QWEN = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 EXPERTS: Mapping[str, ExpertNames] = {
     "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen2_moe": _OF_QWEN,
-    "qwen3_moe": _OF_QWEN,
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), _OF_QWEN
+    ),
 }
 """Names of experts in files, by `model_type`."""

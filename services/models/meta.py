@@ -11,7 +11,11 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from services.compute.torch_internals import buffers_of, non_persistent_buffers
-from services.compute.transformers_internals import initialize_module
+from services.compute.transformers_internals import (
+    give_own_types,
+    initialize_module,
+    supports_sdpa,
+)
 
 
 def model_on_meta(
@@ -26,32 +30,37 @@ def model_on_meta(
         config: configuration of the model. Default: that of the directory.
 
     Raises:
-        ValueError: the model does not compute one of its buffers, or has attention that is not computed here.
+        ValueError: the model does not compute one of its buffers.
     """
     config = config or AutoConfig.from_pretrained(directory, local_files_only=True)
-    require_computed_attention(config)
+    attention = attention_of(auto_class, config)
     with torch.device("meta"):
-        model: Any = auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model: Any = auto_class.from_config(config, dtype=dtype, attn_implementation=attention)
     if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     compute_buffers(model, model)
+    give_own_types(model, dtype)
     return model
 
 
-def require_computed_attention(config: Any) -> None:
-    """Raises ValueError for a model that caps its attention scores, as Gemma 2 does: the attention "sdpa" of
-    transformers, which all engines use, ignores the cap without an error."""
-    cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    if cap is not None:
-        raise ValueError(
-            f"the model caps attention scores (attn_logit_softcapping {cap:g} in config.json), which is not supported"
-        )
+def attention_of(auto_class: Any, config: Any) -> str:
+    """Returns the name of the attention that transformers computes a model with, as argument `attn_implementation`:
+    "sdpa", or the model's own, "eager", where "sdpa" does not compute it. That is the case for types that transformers
+    has no "sdpa" for, such as gpt_oss with its attention sinks, and for a model that caps attention scores, as Gemma 2
+    does: "sdpa" ignores the cap without an error.
+
+    Args:
+        auto_class: transformers' auto class of the model.
+        config: configuration of the model.
+    """
+    is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "sdpa" if supports_sdpa(auto_class, config) and not is_capped else "eager"
 
 
 def compute_buffers(module: nn.Module, model: Any) -> None:
     """Computes the non-persistent buffers of a module and its children, which are not in files but follow from the
     configuration, such as rotary frequencies. As in transformers' `smart_apply`, the innermost model that contains a
-    module computes them.
+    module computes them, for each module or for all of the model's at once.
 
     Args:
         module: the module.
@@ -61,17 +70,17 @@ def compute_buffers(module: nn.Module, model: Any) -> None:
         ValueError: the model does not compute a buffer. Detected for floating-point buffers alone, which are nan
             before.
     """
-    for child in module.children():
-        compute_buffers(child, child if isinstance(child, PreTrainedModel) else model)
+    for part in module.children():
+        compute_buffers(part, part if isinstance(part, PreTrainedModel) else model)
     computed = {name: _without_values(x) for name, x in non_persistent_buffers(module).items()}
-    buffers = buffers_of(module)
-    buffers.update(computed)
-    if computed:
+    buffers_of(module).update(computed)
+    if computed or module is model:
         initialize_module(model, module)
-    for name in computed:
-        value = buffers[name]
-        if value is None or bool(torch.isnan(value).any()):
-            raise ValueError(f"{type(model).__name__} does not compute {name} of {type(module).__name__}")
+    for owner in module.modules() if module is model else ():
+        for name in non_persistent_buffers(owner):
+            value = buffers_of(owner)[name]
+            if value is None or bool(torch.isnan(value).any()):
+                raise ValueError(f"{type(model).__name__} does not compute {name} of {type(owner).__name__}")
 
 
 def _without_values(on_meta: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -20,8 +21,24 @@ from services.engines.offload import (
     free,
     num_bytes,
 )
+from services.models.positions import max_positions
 from services.rollout.base import SamplingOptions, check_names
 from services.rollout.sampling import choose
+
+_KEEP_STATES = ("recurrent_gemma",)
+"""Values of `model_type` whose modules keep the states of the last rows themselves, not in the cache."""
+_LEAVE_PADDING_OUT = (
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "jamba",
+    "lfm2",
+    "mamba2",
+    "nemotron_h",
+    "qwen3_5_text",
+    "qwen3_next",
+)
+"""Values of `model_type` with layers of a recurrent state, or convolutions, into which padding does not enter."""
 
 
 class Decoder(ABC):
@@ -31,11 +48,13 @@ class Decoder(ABC):
     Attributes:
         device: device of the model on this rank.
         max_positions: most tokens of a sequence; None for no limit.
+        pads: whether rows may be padded; if not, all rows of a batch have prompts of one length.
         keeps_weights, ranks_together: as in `RolloutEngine`.
     """
 
     device: torch.device
     max_positions: int | None
+    pads: bool = True
     keeps_weights: bool = True
     ranks_together: int = 1
     _offloaded: Sequence[OffloadedStorage] = ()
@@ -46,13 +65,13 @@ class Decoder(ABC):
         """Returns an empty KV cache for the layers that are on this rank."""
 
     @abstractmethod
-    def forward(self, ids_BT: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, ids_BT: Tensor, cache: DynamicCache, positions: Mapping[str, Tensor]) -> Tensor:
         """Runs the model on further tokens and appends their keys and values to the cache.
 
         Args:
             ids_BT: T further token ids of each row.
             cache: KV cache, which is changed.
-            padding: keyword arguments `attention_mask` and `position_ids` if rows are padded, otherwise empty.
+            positions: keyword arguments `position_ids`, [B, T] or [1, T], and `attention_mask` if rows are padded.
 
         Returns:
             Logits [B, V] of the next token of each row.
@@ -125,16 +144,17 @@ class WholeDecoder(Decoder):
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model.eval().requires_grad_(False)
         self.device = model.device
-        self.max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_positions = max_positions(model.config)
+        self._cache_argument = _cache_argument(model)
+        kind = model.config.get_text_config().model_type
+        self.pads = kind in _LEAVE_PADDING_OUT or not any(self.new_cache().is_linear)
 
     def new_cache(self) -> DynamicCache:
         return DynamicCache(config=self._model.config)
 
-    def forward(self, ids_BT: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
-        output = self._model(
-            input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1, **padding
-        )
-        return output.logits[:, -1]
+    def forward(self, ids_BT: Tensor, cache: DynamicCache, positions: Mapping[str, Tensor]) -> Tensor:
+        arguments = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": 1, **positions}
+        return self._model(input_ids=ids_BT, **arguments).logits[:, -1]
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -175,3 +195,20 @@ class WholeDecoder(Decoder):
             if not x.untyped_storage().resizable():
                 x.data = torch.empty_like(x)
         return weights
+
+
+def _cache_argument(model: PreTrainedModel) -> str:
+    """Returns the name of the argument by which a model takes a cache.
+
+    Raises:
+        ValueError: it takes none that has all of its state, so new tokens would not depend on those before as they
+            should.
+    """
+    names = signature(model.forward).parameters
+    found = [name for name in ("past_key_values", "cache_params") if name in names]
+    if not found or model.config.model_type in _KEEP_STATES:
+        raise ValueError(
+            f"rollout engine hf cannot generate with models of type {model.config.model_type}, which do not keep the "
+            "states of earlier tokens in a cache; rollout engine vllm may"
+        )
+    return found[0]

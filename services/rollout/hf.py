@@ -87,11 +87,17 @@ class HFRollout(RolloutEngine):
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, row_seeds: np.ndarray, meter: Meter
     ) -> Generation:
         lengths = np.array([len(prompt) + sampling.max_new_tokens for prompt in prompts], dtype=np.int64)
-        parts = cut(lengths, self._token_budget)
+        parts = list(self._parts(lengths))
         responses = [
             self._decode([prompts[row] for row in part], sampling, row_seeds[part], meter) for part in parts
         ]
         return _in_order(parts, responses)
+
+    def _parts(self, lengths: np.ndarray) -> Iterator[np.ndarray]:
+        """Yields the rows of each batch, given the tokens of each row when it is full."""
+        for number in np.unique(lengths) if not self._decoder.pads else [None]:
+            rows = np.arange(len(lengths)) if number is None else np.flatnonzero(lengths == number)
+            yield from (rows[part] for part in cut(lengths[rows], self._token_budget))
 
     def _check_request(self, lengths: np.ndarray, sampling: SamplingOptions) -> None:
         if lengths.max() + sampling.max_new_tokens > self._token_budget:
@@ -175,7 +181,10 @@ class HFRollout(RolloutEngine):
     def _forward(self, ids_BT: Tensor, context: _Context) -> Tensor:
         """Runs the model on `ids_BT` and appends their keys and values to the context, in place; returns the logits
         of `Decoder.forward`."""
-        return self._decoder.forward(ids_BT, context.cache, context.padding_arguments(ids_BT.shape[1]))
+        positions = context.position_arguments(ids_BT.shape[1], ids_BT.device)
+        logits_BV = self._decoder.forward(ids_BT, context.cache, positions)
+        context.num_read += ids_BT.shape[1]
+        return logits_BV
 
 
 class _Distinct(NamedTuple):
@@ -210,27 +219,31 @@ class _Context:
     """KV cache of B rows whose prompts are padded on the left.
 
     Attributes:
-        cache: keys and values of the tokens so far.
+        cache: keys and values of the tokens so far, or states of layers without attention.
         num_pads_B: padding tokens of each row; None if no row has any.
+        num_read: tokens of each row so far, padding included.
     """
 
     cache: DynamicCache
     num_pads_B: Tensor | None
+    num_read: int = 0
 
     def select(self, rows: Tensor) -> None:
         """Replaces the rows of the context, in place, by copies of those of the given indices [B], which may repeat."""
-        self.cache.batch_select_indices(rows)
+        self.cache.reorder_cache(rows)  # type: ignore[arg-type] - any tensor of int64
         self.num_pads_B = self.num_pads_B[rows] if self.num_pads_B is not None else None
 
-    def padding_arguments(self, num_new: int) -> dict[str, Tensor]:
-        """Returns the model's arguments `attention_mask` and `position_ids` for `num_new` further tokens per row; an
-        empty dictionary without padding."""
+    def position_arguments(self, num_new: int, device: torch.device) -> dict[str, Tensor]:
+        """Returns the model's argument `position_ids` for `num_new` further tokens per row, and with padding also
+        `attention_mask`. Some models do not compute the positions of new tokens by themselves (Bamba)."""
+        position_T = torch.arange(self.num_read + num_new, device=device)
         if self.num_pads_B is None:
-            return {}
-        num_read = self.cache.get_seq_length()
-        position_T = torch.arange(num_read + num_new, device=self.num_pads_B.device)
+            return {"position_ids": position_T[None, self.num_read :]}
         distance_BT = position_T - self.num_pads_B[:, None]
-        return {"attention_mask": distance_BT >= 0, "position_ids": distance_BT[:, num_read:].clamp(min=0)}
+        return {
+            "attention_mask": distance_BT >= 0,
+            "position_ids": distance_BT[:, self.num_read :].clamp(min=0),
+        }
 
 
 @dataclass(frozen=True, eq=False)

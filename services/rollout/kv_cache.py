@@ -57,8 +57,10 @@ class ReservedLayer(DynamicLayer):
         self._hold(self._all_keys, self._all_values, end)
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        keys, values = self._selected(self.keys, indices), self._selected(self.values, indices)
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replaces the rows by copies of those of the given indices, as many as there are; the name is that of
+        transformers, whose layers without attention have no other method that does so."""
+        keys, values = self._selected(self.keys, beam_idx), self._selected(self.values, beam_idx)
         self._hold(keys, values, self.get_seq_length())
 
     def _selected(self, states: Tensor, indices: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from services.engines.collectives import max_over_ranks
 from services.engines.generation_shards import GenerationShards
 from services.engines.three_d.groups import MeshGroups
 from services.engines.three_d.stage import ModelStage
+from services.models.positions import max_positions
 from services.rollout.base import SamplingOptions, check_names
 from services.rollout.decoder import Decoder
 from services.runtime.process_groups import own_group
@@ -66,12 +67,12 @@ class ShardedDecoder(Decoder):
             parameter.requires_grad_(False)
             if shards is None:
                 parameter.zero_()  # padding has no other values
-        self.max_positions = getattr(self._stage.config, "max_position_embeddings", None)
+        self.max_positions = max_positions(self._stage.config)
 
     def new_cache(self) -> DynamicCache:
         return self._stage.new_cache()
 
-    def forward(self, ids_BT: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, ids_BT: Tensor, cache: DynamicCache, positions: Mapping[str, Tensor]) -> Tensor:
         """Runs the model as `Decoder.forward`; returns the logits [B, V] on the last pipeline stage, and an empty
         tensor [B, 0] on earlier stages. Collective over the replica."""
         groups, incoming = self._groups, ids_BT
@@ -79,7 +80,7 @@ class ShardedDecoder(Decoder):
             shape = (*ids_BT.shape, self._stage.config.hidden_size)
             incoming = torch.empty(shape, dtype=self._dtype, device=self.device)
             dist.recv(incoming, group=groups.pipeline, group_src=groups.stage - 1)
-        hidden_BTH = self._stage.decode(incoming, cache, padding)
+        hidden_BTH = self._stage.decode(incoming, cache, positions)
         if groups.is_last_stage:
             return self._stage.next_logits(hidden_BTH)
         dist.send(hidden_BTH.contiguous(), group=groups.pipeline, group_dst=groups.stage + 1)

@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -55,6 +62,32 @@ MODELS = {
         )
     ),
 }
+MODELS |= {
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, **WINDOW, attn_logit_softcapping=3.0, final_logit_softcapping=5.0)
+    ),
+    "gpt_oss": lambda: GptOssForCausalLM(
+        GptOssConfig(**SIZES, **WINDOW, num_local_experts=4, num_experts_per_tok=2)
+    ),
+    "deepseek_v3": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **{key: size for key, size in SIZES.items() if key not in ("head_dim", "num_key_value_heads")},
+            num_key_value_heads=8,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=12,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+        )
+    ),
+}
+"""Further ones: capped scores and logits, attention sinks, and values of fewer numbers than keys."""
 TOLERANCE = {"float64": 1e-8, "float32": 1e-5}
 STEPS_TOLERANCE = {"float64": 1e-8, "float32": 1e-3}
 """After AdamW steps. The first moves every weight by the learning rate times the sign of its gradient, whatever its
@@ -144,7 +177,10 @@ def plain_steps(model: nn.Module, loss_of) -> tuple[list[float], list[float], di
 
 def write_reference(directory: Path, reference: Path, dtype: torch.dtype) -> None:
     reference.mkdir()
-    rows, model = Rows(), AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    # "sdpa" does not cap scores. For the others it is finer: "eager" computes softmax in float32 at most.
+    attention = "eager" if AutoConfig.from_pretrained(directory).model_type == "gemma2" else None
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
+    rows = Rows()
     with torch.no_grad():
         log_probs = {
             str(row): row_distributions(model, rows, row).gather(1, rows.responses.row(row)[:, None])[:, 0]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_types import write_directory
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from unit.test_engine_three_d import CPU, HEAD, OPTIONS, loss, micro_batches
@@ -61,6 +62,22 @@ def test_a_step_that_fails_leaves_nothing_behind(tiny_llama_dir: Path, stage: in
         engine.step(batch, HEAD, fail)
     assert engine.step(batch, HEAD, loss) == other.step(batch, HEAD, loss)
     assert same_bits(engine.snapshot().tensors, other.snapshot().tensors)
+
+
+@every_stage
+@pytest.mark.parametrize("model_type", ["granite", "gemma2"])
+def test_logits_are_scaled_and_capped_as_the_model_does(model_type: str, stage: int, tmp_path: Path):
+    write_directory(model_type, tmp_path)
+    engine, batch = make_engine(tmp_path, stage), micro_batches()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    outputs = engine.infer(batch, HEAD)
+    for micro_batch, output in zip(batch, outputs, strict=True):
+        with torch.no_grad():
+            logits = plain(micro_batch.input_ids_BT, use_cache=False).logits / HEAD.temperature
+        log_p = micro_batch.read(logits.log_softmax(-1), micro_batch.predicting_BR)
+        ids = micro_batch.grid(micro_batch.response_ids_N).long()
+        expected = log_p.gather(-1, ids[..., None])[..., 0].where(micro_batch.response_mask_BR, 0)
+        torch.testing.assert_close(output.log_probs_BR, expected, rtol=0, atol=1e-5)
 
 
 @every_stage

@@ -235,6 +235,20 @@ def test_services_and_controller_agree_on_the_length_of_rows(tmp_path: Path) -> 
     assert row_tokens(read_tables(path)) == 5 + RolloutTable().max_response_tokens
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64},
+        {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
+    ],
+)
+def test_rows_with_longrope_are_no_longer_than_its_first_positions(rope: dict, tmp_path: Path) -> None:
+    model(tmp_path, {"max_position_embeddings": 128, **rope})
+    assert read_shape(tmp_path)["max_position_embeddings"] == 64
+    model(tmp_path, {"max_position_embeddings": 128, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert read_shape(tmp_path)["max_position_embeddings"] == 128
+
+
 @pytest.mark.parametrize("config", [None, [], {"num_attention_heads": None}])
 def test_a_model_whose_sizes_cannot_be_read_fits(config: object, tmp_path: Path) -> None:
     if config is not None:

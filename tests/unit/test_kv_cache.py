@@ -38,7 +38,7 @@ def decode(model: PreTrainedModel, cache: DynamicCache, between: Callable[[Dynam
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1, 1, 0, 2]])
 def test_it_gives_the_logits_of_a_cache_of_transformers(model: PreTrainedModel, rows: list[int]):
     def select(cache: DynamicCache) -> None:
-        cache.batch_select_indices(torch.tensor(rows))
+        cache.reorder_cache(torch.tensor(rows))
 
     plain = decode(model, DynamicCache(config=model.config), select)
     ours = decode(model, reserve(DynamicCache(config=model.config), POSITIONS), select)
@@ -66,7 +66,7 @@ def test_a_selection_copies_what_has_been_read_and_no_more(monkeypatch: pytest.M
     monkeypatch.setattr(
         layer, "_memory_like", lambda x, num_rows: torch.full((num_rows, 2, POSITIONS, 4), 7.0)
     )
-    layer.batch_select_indices(torch.tensor([2, 0]))
+    layer.reorder_cache(torch.tensor([2, 0]))
     assert torch.equal(layer.keys, keys[[2, 0]])
     assert torch.equal(layer.values, values[[2, 0]])
     assert bool((layer._all_keys[:, :, 5:] == 7).all())

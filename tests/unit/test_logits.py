@@ -65,6 +65,20 @@ def test_scores_and_gradients_are_those_of_plain_softmax():
 
 
 @pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize(("scale", "cap"), [(0.25, None), (1.0, 3.0), (2.0, 3.0)])
+def test_logits_are_scaled_and_capped(scale: float, cap: float | None):
+    hidden_NH, weight_VH, ids_N = make()
+    logits_NV = scale * (hidden_NH @ weight_VH.t())
+    expected = plain(logits_NV if cap is None else cap * (logits_NV / cap).tanh(), ids_N)
+    found = OutputLayer(weight_VH, scale=scale, cap=cap).scores(hidden_NH, ids_N, TEMPERATURE)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    of_expected, of_found = (
+        torch.autograd.grad(weighted(scores), (hidden_NH, weight_VH)) for scores in (expected, found)
+    )
+    torch.testing.assert_close(of_found, of_expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("in_chunks")
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_loss_may_read_only_one_of_the_two(which: int):
     hidden_NH, weight_VH, ids_N = make()

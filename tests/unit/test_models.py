@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from model_types import configuration
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BloomConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForSequenceClassification,
+    Phi3Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -32,6 +35,7 @@ from rlhf.v1 import common_pb2
 from services.models.export import tensors_sha256, write_config, write_model
 from services.models.families import load_causal_lm, load_classifier, load_value_model
 from services.models.meta import compute_buffers
+from services.models.positions import max_positions
 from services.models.sequence_scorer import SequenceScorer
 from services.models.tokenizers import check_tokenizer, load_tokenizer, vocabulary_hash
 from services.models.value_model import ValueModel
@@ -278,17 +282,45 @@ def test_a_special_token_beyond_the_embeddings_is_refused_where_a_text_contains_
         check_tokenizer(tokenizer, model)
 
 
-@pytest.mark.parametrize("on_meta", [False, True])
-def test_a_model_that_caps_attention_scores_is_refused(tmp_path: Path, on_meta: bool):
+@pytest.mark.parametrize(("cap", "attention"), [(50.0, "eager"), (None, "sdpa")])
+def test_a_model_that_caps_attention_scores_has_the_attention_that_does(
+    tmp_path: Path, cap: float | None, attention: str
+):
     config = Gemma2Config(
         vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, attn_logit_softcapping=50.0,
+        num_key_value_heads=1, head_dim=8, attn_logit_softcapping=cap,
     )  # fmt: skip
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"attn_logit_softcapping 50 in config.json\), which is not supported"
-    ):
-        load_causal_lm(tmp_path, on_meta=on_meta)
+    for on_meta in (False, True):
+        assert load_causal_lm(tmp_path, on_meta=on_meta).config._attn_implementation == attention
+
+
+def test_rows_of_a_model_with_longrope_stay_within_its_first_factors():
+    factors: dict[str, Any] = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "pad_token_id": 0}
+    config = Phi3Config(
+        **sizes,
+        max_position_embeddings=128,
+        original_max_position_embeddings=16,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors},
+    )
+    assert max_positions(config) == 16
+    assert max_positions(Phi3Config(**sizes, max_position_embeddings=128)) == 128
+    assert max_positions(BloomConfig()) is None
+
+
+def test_a_buffer_that_a_model_computes_for_its_layers_has_its_value():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(configuration("falcon_h1"))
+    compute_buffers(model, model)
+    computed = [x for name, x in model.named_buffers() if name.endswith("mup_vector")]
+    expected = [
+        x
+        for name, x in AutoModelForCausalLM.from_config(configuration("falcon_h1")).named_buffers()
+        if name.endswith("mup_vector")
+    ]
+    assert computed
+    assert all(torch.equal(x, y) for x, y in zip(computed, expected, strict=True))
 
 
 def test_a_generation_config_is_exported_as_it_is(tiny_llama_dir: Path, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from services.compute.heads import Head, dummy_head, whole_output
 from services.compute.linear import Linear
 from services.compute.logits import DeferredLogits, OutputLayer
 from services.compute.microbatch import MicroBatch, dummy_micro_batch
-from services.compute.packing import ATTENTION, skip_unread_positions_in_last_layer
+from services.compute.packing import ATTENTION, return_read_positions, skip_unread_positions_in_last_layer
 from services.compute.recompute import recompute_in_backward
 from services.compute.sequence_parallel import SequenceRanks
 from services.compute.transformers_internals import block_class_names
@@ -26,7 +27,7 @@ from services.engines.base import EngineSetup, OptimizerOptions
 from services.engines.data_parallel import DataParallelEngine
 from services.engines.fully_shard import box, local_part, shard_modules, whole
 from services.engines.implementation import compute_dtype, kept_dtype
-from services.models.families import PACKED
+from services.models.families import LLAMA_LIKE, PACKED
 from services.models.loading import Load, load_on_meta, materialize, read_first_values, read_parts
 from services.models.value_model import ValueModel, transformer_of
 from services.models.weights import cast
@@ -88,12 +89,15 @@ class FSDPEngine(DataParallelEngine):
         is_sharded = dist.get_world_size() > 1 or casts
         if is_sharded:
             # One FSDP group per transformer block; embeddings, norm and head form the root group.
+            dtype = next(model.parameters()).dtype
+            fixed = [p for p in model.parameters() if optimizer is None or not p.requires_grad]
             shard_modules(
                 [*_blocks(model), self._reader],
                 init_device_mesh(device.type, (dist.get_world_size(),)),
-                dtype=next(model.parameters()).dtype,
+                dtype=dtype,
                 compute_dtype=compute_dtype,
                 reshard_after_forward=reshard_after_forward,
+                unsharded=[p for p in fixed if p.dtype != dtype],
             )
         self._fill({name: box(local_part(x), x) for name, x in materialize(model, device)}, directory)
         if is_sharded:
@@ -136,7 +140,8 @@ class FSDPEngine(DataParallelEngine):
         if not self.packs:
             raise ValueError(f"sequence_parallel: models of type {self.config.model_type} are not packed")
         heads = ("num_attention_heads", "num_key_value_heads")
-        meshes.check_sequence_parallel(size, {key: getattr(self.config, key) for key in heads})
+        found = {key: getattr(self.config, key, None) for key in heads}
+        meshes.check_sequence_parallel(size, {key: x for key, x in found.items() if x is not None})
         ranks = range(dist.get_world_size())
         return SequenceRanks(own_group([ranks[first : first + size] for first in ranks[::size]]))
 
@@ -216,7 +221,8 @@ def _enable_packed_rows(model: PreTrainedModel | ValueModel) -> bool:
     if backbone.config.model_type not in PACKED:
         return False
     backbone.set_attn_implementation(ATTENTION)
-    skip_unread_positions_in_last_layer(_blocks(model)[-1])
+    skips = backbone.config.model_type in LLAMA_LIKE
+    (skip_unread_positions_in_last_layer if skips else return_read_positions)(_blocks(model)[-1])
     return True
 
 
@@ -225,14 +231,20 @@ def output_layer(model: PreTrainedModel | ValueModel) -> OutputLayer | None:
     states and weight; None for any other model, and for value models."""
     if isinstance(model, ValueModel) or model.config.model_type not in PACKED:
         return None
-    layer = model.get_output_embeddings()
-    if type(layer) is nn.Linear or isinstance(layer, Linear):
-        return OutputLayer(layer.weight)
+    layer, config = model.get_output_embeddings(), model.config
+    if (type(layer) is nn.Linear or isinstance(layer, Linear)) and layer.bias is None:
+        scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        return OutputLayer(layer.weight, scale=scale, cap=getattr(config, "final_logit_softcapping", None))
     return None
 
 
 def _blocks(model: PreTrainedModel | ValueModel) -> list[nn.Module]:
-    """Returns the transformer blocks of a model, from the first to the last."""
+    """Returns the transformer blocks of a model, from the first to the last; of blocks within blocks the outer ones."""
     transformer = transformer_of(model)
     names = block_class_names(transformer)
-    return [module for module in transformer.modules() if type(module).__name__ in names]
+    found: dict[str, nn.Module] = {}
+    for path, module in transformer.named_modules():
+        parents = itertools.accumulate(path.split("."), lambda parent, name: f"{parent}.{name}")
+        if type(module).__name__ in names and found.keys().isdisjoint(parents):
+            found[path] = module
+    return list(found.values())

@@ -243,11 +243,18 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, L
 
 def _targets(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
     """Returns the names, or ends of names, of the layers that get an adapter. Raises ValueError for one that no layer
-    has."""
+    has, and if there are none."""
     names = dict(model.named_modules())
     if targets == "all-linear":
         output = model.get_output_embeddings()
-        return [name for name, x in names.items() if isinstance(x, nn.Linear) and x is not output]
+        linear = [name for name, x in names.items() if isinstance(x, nn.Linear) and x is not output]
+        # Routers are linear layers that return more than their product.
+        found = [name for name in linear if "Router" not in type(names[name]).__name__]
+        if not found:
+            raise ValueError(
+                f"lora.target_modules: models of type {model.config.model_type} have no linear layers"
+            )
+        return found
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
             raise ValueError(f"lora.target_modules: the model has no linear layer {target}")

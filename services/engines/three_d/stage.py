@@ -161,17 +161,17 @@ class ModelStage:
         """Returns an empty KV cache for this stage's layers."""
         return DynamicCache(config=self._backbone.config)
 
-    def decode(self, incoming: Tensor, cache: DynamicCache, padding: Mapping[str, Tensor]) -> Tensor:
+    def decode(self, incoming: Tensor, cache: DynamicCache, positions: Mapping[str, Tensor]) -> Tensor:
         """Runs this stage's layers on T further tokens of each row and appends their keys and values to the KV cache;
         returns hidden states [B, T, H].
 
         Args:
             cache: KV cache of this stage's layers, which is changed.
             incoming: Token ids [B, T] on the first stage, hidden states of the previous stage on others.
-            padding: Keyword arguments `attention_mask` and `position_ids` if rows are padded, otherwise empty.
+            positions: Keyword arguments `position_ids`, [B, T] or [1, T], and `attention_mask` if rows are padded.
         """
         hidden_BTH = incoming if self._embedding is None else self._embedding(incoming)
-        output = self._backbone(inputs_embeds=hidden_BTH, past_key_values=cache, use_cache=True, **padding)
+        output = self._backbone(inputs_embeds=hidden_BTH, past_key_values=cache, use_cache=True, **positions)
         return output.last_hidden_state
 
     def next_logits(self, hidden_BTH: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ and release weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class ForwardPass(nn.Module):
         super().__init__()
         self.model = model
         layer = output_layer(model)
-        self._scorer = None if layer is None else _Scorer(layer.weight_VH, compute_dtype)
+        self._scorer = None if layer is None else _Scorer(replace(layer, compute_dtype=compute_dtype))
 
     def read(self, micro_batch: MicroBatch) -> Tensor | DeferredLogits:
         """Runs the forward pass of a micro-batch; returns the raw output that heads take: values or logits, or
@@ -58,13 +58,13 @@ class _Scorer(nn.Module):
     Its output is a single tensor, so that the backward pass gathers the weight exactly once, whichever scores the
     loss uses: all ranks must gather in the same order."""
 
-    def __init__(self, weight_VH: Any, compute_dtype: torch.dtype | None) -> None:
+    def __init__(self, layer: OutputLayer) -> None:
         super().__init__()
-        self.weight = weight_VH
-        self._compute_dtype = compute_dtype
+        self.weight: Any = layer.weight_VH
+        self._layer = replace(layer, weight_VH=None)  # DeepSpeed replaces the weight
 
     def forward(self, hidden_NH: Tensor, ids_N: Tensor, temperature: float) -> Tensor:
-        layer = OutputLayer(self.weight, compute_dtype=self._compute_dtype)
+        layer = replace(self._layer, weight_VH=self.weight)
         return torch.stack(layer.scores(hidden_NH, ids_N, temperature))
 
 
