@@ -63,14 +63,14 @@ class LoadedFunction:
         be, becomes the error of every row; a verdict that is no score becomes the error of its row."""
         try:
             return self._read(rows, self.function(*self._arguments(rows), **self._tokens(rows)))
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the rows carry it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything; the rows carry it
             return self._failed(rows, error)
 
     async def score_async(self, rows: Sequence[reward_pb2.TextRow]) -> Scored:
         """As `score`, for a function that returns awaitables."""
         try:
             return self._read(rows, await self.function(*self._arguments(rows), **self._tokens(rows)))
-        except Exception as error:  # noqa: BLE001 - as above
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
             return self._failed(rows, error)
 
     def units_of(self, rows: Sequence[reward_pb2.TextRow], *, whole_batch: bool) -> list[list[int]]:
@@ -133,7 +133,7 @@ class LoadedFunction:
             raise InvalidRequest(f"{self.name} returned {len(verdicts)} scores for {len(rows)} responses")
         return verdicts
 
-    def _failed(self, rows: Sequence[reward_pb2.TextRow], error: Exception) -> Scored:
+    def _failed(self, rows: Sequence[reward_pb2.TextRow], error: BaseException) -> Scored:
         """Returns an exception as score 0 with its cause, if it is GaveUp; else as the error of each row. Logs its
         traceback, in each process once for each line of code that raises."""
         if isinstance(error, GaveUp) and self.unit == "row":

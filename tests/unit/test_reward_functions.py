@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,14 @@ def test_an_exception_with_half_a_surrogate_pair_is_an_error_of_the_row() -> Non
 
     (score,) = LoadedFunction("mine", fails).score([TextRow(response='"\\ud83d"')]).scores
     assert score.error == r"mine raised ValueError: unknown answer \ud83d"
+
+
+def test_a_function_that_calls_sys_exit_gives_its_row_an_error() -> None:
+    def exits(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+        sys.exit("no key")
+
+    (score,) = LoadedFunction("mine", exits).score([TextRow()]).scores
+    assert score.error == "mine raised SystemExit: no key"
 
 
 @pytest.mark.parametrize("truth", ["", " \n"])
