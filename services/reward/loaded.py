@@ -6,6 +6,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlhf.errors import InvalidRequest, encodable, full_traceback
@@ -16,6 +17,7 @@ from services.reward.groups import group_fault, groups_of
 from services.reward.scorers.base import GaveUp, metadata_of, row_score
 from services.reward.scorers.extras import Metrics, extra_metrics
 
+_PACKAGE = Path(__file__).parents[1]
 _logged: set[tuple[str, int]] = set()
 """File and line of each exception whose traceback was logged."""
 
@@ -140,10 +142,18 @@ class LoadedFunction:
             return Scored([reward_pb2.RowScore(score=0.0)], str(error))
         if isinstance(error, InvalidRequest):
             return Scored([reward_pb2.RowScore(error=encodable(str(error)))] * len(rows))
-        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-        place = frame.f_code.co_filename, line
-        if place not in _logged:
-            _logged.add(place)
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        if frames[-1] not in _logged:
+            _logged.add(frames[-1])
             logging.error("%s cannot score a row:\n%s", self.name, encodable(full_traceback(error)))
-        cause = encodable(f"{self.name} raised {type(error).__name__}: {error}")
+        cause = encodable(f"{self.name} raised {type(error).__name__}: {error}{_place(frames)}")
         return Scored([reward_pb2.RowScore(error=cause)] * len(rows))
+
+
+def _place(frames: Iterable[tuple[str, int]]) -> str:
+    """Returns file and line of the first frame of a traceback outside of package `services`, for messages, where there is
+    one: the line of a user's function that raised, or called what raised."""
+    for path, line in frames:
+        if _PACKAGE not in Path(path).parents:
+            return f" ({Path(path).name}:{line})"
+    return ""
