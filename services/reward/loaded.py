@@ -151,8 +151,8 @@ class LoadedFunction:
 
 
 def _place(frames: Iterable[tuple[str, int]]) -> str:
-    """Returns file and line of the first frame of a traceback outside of package `services`, for messages, where there is
-    one: the line of a user's function that raised, or called what raised."""
+    """Returns file and line of the first frame of a traceback that is not in package `services`, for messages: the line
+    of a user's function that raised, or called what raised. Empty where there is none."""
     for path, line in frames:
         if _PACKAGE not in Path(path).parents:
             return f" ({Path(path).name}:{line})"
