@@ -98,7 +98,8 @@ class FanOut:
             return responses
         error = _culprit(calls, failure.late)
         if failure.silent and isinstance(error, DeadlineExceeded | PeerFailed | CallCancelled):
-            within = f" within {timeout_s:g} s" if clock() >= now + timeout_s else ""
+            is_late = isinstance(error, DeadlineExceeded) or clock() >= now + timeout_s
+            within = f" within {timeout_s:g} s" if is_late else ""
             raise DeadlineExceeded(
                 f"{failure.silent[0]} {method.name}: no answer{within}, and none to Cancel: its process is stopped or "
                 "stuck"

@@ -15,7 +15,7 @@ from controller.config.config import Config
 from controller.role_groups.roles import group_type
 from controller.training.run import Run
 from rlhf.contract import group_methods
-from rlhf.errors import ConfigError, RlhfError
+from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.plugins import PluginError
 from rlhf.roles import find_role
 from settings.losses import LOSSES, PolicyLossTable, PpoOptions, ValueClipOptions, ValueLossTable
@@ -86,15 +86,16 @@ class Algorithm:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, run: Run) -> None:
-        """Executes the algorithm on a run, whose configuration must be one that `configure` returned. An RlhfError that
-        it raises gets a note with the line of the algorithm, unless that is one of this package."""
+        """Executes the algorithm on a run, whose configuration must be one that `configure` returned. An
+        InvalidRequest of this process, such as for a column that is missing, gets a note with the line of the
+        algorithm, unless that is one of this package."""
         options = ()
         if self.options not in (NoOptions, UnreadOptions):
             options = (self.options.model_validate(run.config.algorithm.options),)
         try:
             self.function(run, *options)
-        except RlhfError as error:
-            if place := _place_in(self.function, error):
+        except InvalidRequest as error:
+            if not error.service and (place := _place_in(self.function, error)):
                 error.add_note(place)
             raise
 
