@@ -39,9 +39,8 @@ class FanOut:
         self.service = clients[0].service
         self.state_id = ""
         self._sent = self._known = 0
-        self._due: dict[
-            str, float
-        ] = {}  # by call id, of the calls without an answer, in the event loop's time
+        self._due: dict[str, float] = {}
+        """Deadline of each call without an answer, in the event loop's time, by call id."""
 
     def address(self, header: common_pb2.Call, *, beside: bool = False) -> None:
         """Sets sequence number and epoch in `header`, which must be that of the next call passed to `send`. `beside`:
@@ -73,7 +72,8 @@ class FanOut:
                 cancelled. Of several ranks' errors, ServiceLost comes first, then a rank's own failure,
                 DeadlineExceeded, and last PeerFailed and CallCancelled.
         """
-        now = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
+        now = clock()
         sequence = 0
         if not beside:
             timeout_s += max([now, *self._due.values()]) - now
@@ -98,9 +98,11 @@ class FanOut:
             return responses
         error = _culprit(calls, failure.late)
         if failure.silent and isinstance(error, DeadlineExceeded | PeerFailed | CallCancelled):
+            is_late = isinstance(error, DeadlineExceeded) or clock() >= now + timeout_s
+            within = f" within {timeout_s:g} s" if is_late else ""
             raise DeadlineExceeded(
-                f"{failure.silent[0]} {method.name}: no answer within {timeout_s:g} s, and none to Cancel: its process "
-                "is stopped or stuck"
+                f"{failure.silent[0]} {method.name}: no answer{within}, and none to Cancel: its process is stopped or "
+                "stuck"
             ) from error
         raise error
 

@@ -65,7 +65,10 @@ def main() -> None:
 def reward(
     target: str, rows: Path | None, deadline_s: float, num_rows: int, max_mib: int, json_path: Path | None
 ) -> None:
-    """Check a reward that reads text; the exit code is 1 where a rule is broken."""
+    """Check a reward that reads text.
+
+    The exit code is 1 where a rule is broken.
+    """
     with errors_shown():
         probes = (
             read_rows(rows) if rows else [Row(prompt=p, response=r, ground_truth=g) for p, r, g in PROBES]

@@ -23,6 +23,7 @@ from controller.plan import Plan
 from controller.quickstart import build_quickstart, load_quickstart
 from controller.tracking.report import write_report
 from controller.training.algorithm import Algorithm
+from reports.units import figure_text, percent_text
 from rlhf.errors import ConfigError
 from rlhf.stacks import dump_on_signal
 from settings.commands import errors_shown, set_option
@@ -177,8 +178,10 @@ def evaluate_command(
     solved_at: float,
     settings: tuple[str, ...],
 ) -> None:
-    """Measure a policy on the held-out rows: DIRECTORY is a checkpoint, RUN/checkpoints/step-N, or a model directory,
-    which needs --config."""
+    """Measure a policy on the held-out rows.
+
+    DIRECTORY is a checkpoint, RUN/checkpoints/step-N, or a model directory, which needs --config.
+    """
     with errors_shown():
         done = evaluate(
             directory,
@@ -223,7 +226,10 @@ def export_command(
     take_over: bool,
     settings: tuple[str, ...],
 ) -> None:
-    """Write the actor at a checkpoint, DIRECTORY = RUN/checkpoints/step-N, as a Hugging Face directory."""
+    """Write a checkpoint as a Hugging Face directory.
+
+    DIRECTORY is the checkpoint, RUN/checkpoints/step-N.
+    """
     with errors_shown():
         sha256 = export(
             directory,
@@ -296,10 +302,9 @@ def _headline(summary: Mapping[str, Any]) -> str:
     if not name:
         return ""
     before, after = summary[f"{name}_before"], summary[f"{name}_after"]
-    shape, shown = (
-        (".1%", name) if name == "accuracy" else (".4g", "mean reward" if name == "reward" else name)
-    )
-    return f"held-out {shown}: {before:{shape}} before, {after:{shape}} after {summary['steps']} steps"
+    text = percent_text if name == "accuracy" else figure_text
+    shown, steps = {"reward": "mean reward"}.get(name, name), summary["steps"]
+    return f"held-out {shown}: {text(before)} before, {text(after)} after {steps} step{'s' * (steps != 1)}"
 
 
 if __name__ == "__main__":

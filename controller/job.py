@@ -154,7 +154,7 @@ def _executed(
                 finally:
                     # No step follows whose checkpoint SIGTERM could ask for.
                     termination.grace_s = 0.0
-        except RlhfError as error:
+        except (RlhfError, KeyboardInterrupt) as error:
             if run_dir is None or termination.is_requested:
                 raise
             line = restarts.next(error, run_dir)

@@ -16,8 +16,8 @@ LONGEST_PAUSE_S = 60.0
 
 
 def how_to_resume(run_dir: Path, *, launch: bool, elsewhere: bool = False) -> str:
-    """Returns a line for the terminal with the command that resumes a run that has failed, or that it has no
-    checkpoint, or why its files cannot be read.
+    """Returns a line for the terminal with the command that resumes a run that has failed or was stopped, or that it
+    has no checkpoint, or why its files cannot be read.
 
     Args:
         run_dir: The run directory.
@@ -48,7 +48,7 @@ class Restarts:
         self._step = 0
         self._made = 0
 
-    def next(self, error: RlhfError, run_dir: Path) -> str:
+    def next(self, error: BaseException, run_dir: Path) -> str:
         """Counts a restart, and returns a line for the terminal that has the error, its number and the step of the
         checkpoint; an empty text where no restart follows: the error is of another kind, no checkpoint can be read, or
         the newest one had all of its restarts.

@@ -97,10 +97,10 @@ def up(
     only: tuple[str, ...],
     detach: bool,
 ) -> None:
-    """Start the services of CONFIG, print `ready` when all are healthy, and watch them until Ctrl-C.
+    """Start the services of CONFIG, and watch them until Ctrl-C.
 
-    Where CONFIG has several hosts, start the ranks of one of them, and run the same command on each of the others. When
-    a service ends, the others are stopped and the exit code is 1.
+    Prints `ready` when all are healthy. Where CONFIG has several hosts, start the ranks of one of them, and run the
+    same command on each of the others. When a service ends, the others are stopped and the exit code is 1.
     """
     loaded = _load(config, settings)
     host = HostPlan.of(loaded, service_names(loaded, only), host).host
@@ -117,10 +117,10 @@ def up(
 @set_option
 @_host_option
 def status(config: Path, settings: tuple[str, ...], host: str | None) -> None:
-    """Show the services of CONFIG, or with --host those with ranks on that host; the exit code is 1 unless all of them
-    serve.
+    """Show the services of CONFIG.
 
-    Without --set, the settings are those that `up` was given.
+    With --host, those with ranks on that host. The exit code is 1 unless all of them serve. Without --set, the settings
+    are those that `up` was given.
     """
     deployment = state.find(config, host)
     supervisor = state.supervisor(deployment) if deployment else None
@@ -160,10 +160,10 @@ def status(config: Path, settings: tuple[str, ...], host: str | None) -> None:
     help="Days until the end of validity.",
 )
 def certs(directory: Path, hosts: tuple[str, ...], days: int) -> None:
-    """Make a CA, certificates and tokens in DIRECTORY, for tests and closed networks, and print the table [security]
-    that uses them.
+    """Make a CA, certificates and tokens in DIRECTORY.
 
-    The certificate of services is valid for this host's loopback and for each HOST.
+    For tests and closed networks. Prints the table [security] that uses them. The certificate of services is valid for
+    this host's loopback and for each HOST.
     """
     click.echo(write_certificates(directory, hosts, days), nl=False)
 
@@ -172,9 +172,10 @@ def certs(directory: Path, hosts: tuple[str, ...], days: int) -> None:
 @click.argument("address", metavar="HOST:PORT", callback=address_given)
 @security_option
 def check_health(address: str) -> None:
-    """Ask the service at an address for its health, and print it; the exit code is 1 unless it serves.
+    """Print the health of the service at an address.
 
-    For probes that run in the service's own container, where gRPC probes of the platform have no certificate.
+    The exit code is 1 unless it serves. For probes that run in the service's own container, where gRPC probes of the
+    platform have no certificate.
     """
     answer = health.ask(address)
     click.echo(f"{address}: {answer.state}")
@@ -188,8 +189,10 @@ def check_health(address: str) -> None:
 @_host_option
 @click.pass_obj
 def down(launcher: LaunchOptions, config: Path, settings: tuple[str, ...], host: str | None) -> None:
-    """Stop what `up` of CONFIG started on this host, and return when it is gone. --set, where it is given, has to be as
-    it was for `up`."""
+    """Stop what `up` of CONFIG started on this host.
+
+    Returns when it is gone. --set, where it is given, has to be as it was for `up`.
+    """
     deployment = _deployment(config, settings, host)
     if deployment is None:
         click.echo(f"{config}: nothing is up")
@@ -220,10 +223,11 @@ def check(
     only: tuple[str, ...],
     device_memory_gb: float | None,
 ) -> None:
-    """Check that `up` could start the services of CONFIG on this host now: packages, models, addresses, reward
-    functions, GPUs; and print the memory that they are predicted to need, by stage, and the device of each rank.
+    """Check that the services of CONFIG can be started here, and fit.
 
-    The exit code is 1 if they are predicted to need more memory than is available.
+    Checks packages, models, addresses, reward functions and GPUs of this host, and prints the memory that the services
+    are predicted to need, by stage, and the device of each rank. The exit code is 1 if they are predicted to need more
+    memory than is available.
     """
     loaded = load(config, settings)
     plan = HostPlan.of(loaded, service_names(loaded, only), host)
@@ -259,8 +263,11 @@ def check(
 def logs(
     config: Path, service: str | None, settings: tuple[str, ...], host: str | None, follow: bool
 ) -> None:
-    """Show the log of SERVICE, or without it the logs of all services of CONFIG that have one. --set, where it is
-    given, has to be as it was for `up`."""
+    """Show the log of SERVICE, or the logs of all services.
+
+    Without SERVICE, those of all services of CONFIG that have one. --set, where it is given, has to be as it was for
+    `up`.
+    """
     deployment = _deployment(config, settings, host)
     directory = Path(deployment.log_dir) if deployment else _log_dir(config, host or "")
     services = load(config, deployment.settings if deployment else settings).services
@@ -285,9 +292,11 @@ def logs(
 @set_option
 @_host_option
 def show_stacks(config: Path, service: str | None, settings: tuple[str, ...], host: str | None) -> None:
-    """Show the stacks of the threads and tasks of each rank of SERVICE, or without it of all services that `up` of
-    CONFIG started on this host. Ranks print them into their logs, and go on. --set, where it is given, has to be as it
-    was for `up`."""
+    """Show the stacks of the ranks of SERVICE, or of all services.
+
+    They are those of the threads and tasks of each rank, which it prints into its log; it goes on. Without SERVICE, of
+    all services that `up` of CONFIG started on this host. --set, where it is given, has to be as it was for `up`.
+    """
     deployment = _deployment(config, settings, host)
     if deployment is None:
         raise RlhfError(f"{config}: nothing is up")
@@ -320,7 +329,10 @@ def show_stacks(config: Path, service: str | None, settings: tuple[str, ...], ho
 def profile_calls(
     config: Path, service: str, settings: tuple[str, ...], host: str | None, calls: int, out: Path | None
 ) -> None:
-    """Trace the next calls of SERVICE on each of its ranks, also while a run uses it, with torch's profiler."""
+    """Trace the next calls of SERVICE with torch's profiler.
+
+    On each of its ranks, also while a run uses it.
+    """
     deployment = state.find(config, host)
     loaded = _load(config, settings or (deployment.settings if deployment else ()))
     if service not in loaded.services:

@@ -39,7 +39,8 @@ def address_given(context: click.Context, option: click.Parameter, address: str 
 @contextlib.contextmanager
 def errors_shown() -> Iterator[None]:
     """Context manager that ends the process with one line on stderr where its block fails or is interrupted: with
-    `USAGE_ERROR` for a ConfigError, 1 for another RlhfError, and 128 + n for signal n."""
+    `USAGE_ERROR` for a ConfigError, 1 for another RlhfError, and 128 + n for signal n. The line has the notes of an
+    error at its end."""
     try:
         yield
     except KeyboardInterrupt as stopped:
@@ -47,7 +48,8 @@ def errors_shown() -> Iterator[None]:
         click.echo(f"stopped by {signal.Signals(number).name}", err=True)
         sys.exit(128 + number)
     except RlhfError as error:
-        click.echo(f"error: {error}", err=True)
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        click.echo(f"error: {error}{notes}", err=True)
         sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
 
 

@@ -30,7 +30,7 @@ _MUST: dict[str, str | Callable[[Mapping[str, Any]], str]] = {
     **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "must be a table"),
     **dict.fromkeys(("list_type", "tuple_type"), "must be a list"),
-    "string_type": "must be a text",
+    "string_type": "must be a string",
     "path_type": "must be a path",
 }
 

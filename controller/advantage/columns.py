@@ -33,9 +33,14 @@ class Advantage(Generic[A]):
 
     @property
     def columns(self) -> dict[str, FloatColumn | np.ndarray]:
-        """The columns for the update by name, rounded to float32: all fields except `metrics`."""
+        """The columns for the update by name, rounded to float32: all fields except `metrics`. Raises ValueError where
+        one has a value that is not finite."""
         names = [field.name for field in fields(self) if field.name != "metrics"]
-        return {name: _float32(getattr(self, name)) for name in names}
+        with np.errstate(over="ignore"):  # becomes infinite, which is refused
+            columns = {name: _float32(getattr(self, name)) for name in names}
+        for name, column in columns.items():
+            require_finite(column, name)
+        return columns
 
 
 @dataclass(frozen=True)
@@ -122,13 +127,14 @@ def advantage_metrics(advantages: FloatColumn) -> dict[str, float]:
     return {"advantage/mean": mean(tokens), "advantage/std": std(tokens)}
 
 
-def require_finite(scores: Scores) -> None:
-    """Raises ValueError where a score is not finite, as that of a failed reward, which must not be trained on."""
+def require_finite(scores: Scores, name: str = "scores") -> None:
+    """Raises ValueError where a score is not finite, as that of a failed reward, which must not be trained on. `name`:
+    what the scores are called in the message."""
     finite = np.isfinite(scores.values if isinstance(scores, Jagged) else scores)
     if not finite.all():
         unit = "token" if isinstance(scores, Jagged) else "response"
         bad = np.flatnonzero(~finite)
-        raise ValueError(f"{bad.size} of {finite.size} scores are not finite, the first at {unit} {bad[0]}")
+        raise ValueError(f"{bad.size} of {finite.size} {name} are not finite, the first at {unit} {bad[0]}")
 
 
 def require_lengths(lengths: np.ndarray, **columns: FloatColumn) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from controller.data.malformed import MalformedRow, check_text
+from controller.data.malformed import MalformedRow, check_field, check_text
 from controller.data.text_files import Row
 
 TRANSCRIPT = "messages"
@@ -34,13 +34,11 @@ def with_turns(row: Row, columns: Sequence[str]) -> Row:
             "response": row[TRANSCRIPT]
         }
     for name in columns:
-        if name not in row:
-            raise MalformedRow(f"not a JSON object with a {name}")
+        check_field(row, name, _advice(name))
     split = {name: _split(row[name], name) for name in columns}
     if split and "prompt" not in row:
         row = {"prompt": _shared_prompt(split), **row}
-    elif "prompt" not in row:
-        raise MalformedRow("not a JSON object with a prompt")
+    check_field(row, "prompt", _advice("prompt"))
     for name, (earlier, _) in split.items():
         if earlier and not _is_prompt(earlier, row["prompt"]):
             raise MalformedRow(
@@ -48,6 +46,10 @@ def with_turns(row: Row, columns: Sequence[str]) -> Row:
                 f'one is trained, so they would be lost: make them the prompt (columns.prompt = "" does so)'
             )
     return {**row, **{name: text for name, (_, text) in split.items()}} if split else row
+
+
+def _advice(name: str) -> str:
+    return f'; if one of these is the {name}, name it: columns.{name} = "FIELD"'
 
 
 def _split(given: Any, name: str) -> tuple[Sequence[Any], str]:
@@ -72,7 +74,7 @@ def _shared_prompt(split: dict[str, tuple[Sequence[Any], str]]) -> list[Any]:
     prompts = [list(earlier) for earlier, _ in split.values()]
     if not all(prompts):
         raise MalformedRow(
-            f"not a JSON object with a prompt, nor with conversations in {names} that begin with it (a text, or one "
+            f"no field prompt, and no conversations in {names} that begin with it (a text, or one "
             "message alone, is a response without its prompt)"
         )
     if any(_plain(prompt) != _plain(prompts[0]) for prompt in prompts):

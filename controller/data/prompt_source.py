@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from controller.data.conversations import with_turns
-from controller.data.malformed import MalformedRow
+from controller.data.malformed import MalformedRow, fields_of
 from controller.data.prompt_form import PromptForm
 from controller.data.readers import RowReader
 from controller.data.text_files import Row
 from rlhf.errors import ConfigError
+from rlhf.plugins import nearest
 
 NUM_RENDERED = 1000
 """Number of rows whose conversations are rendered as a check before a run starts."""
@@ -102,14 +103,23 @@ class PromptSource:
         """Checks all rows by reading them once, and renders the prompts of the first `NUM_RENDERED`.
 
         Raises:
-            ConfigError: A row is malformed; the text has its place.
+            ConfigError: A row is malformed, or no row has a field that the source renames; the text has the place.
         """
+        unseen = {theirs: name for name, theirs in self._renamed.items() if theirs}
         for row, fields in enumerate(self._rows):
+            unseen = {theirs: name for theirs, name in unseen.items() if theirs not in fields}
             try:
                 prompt = self._form.prepare(self._fields(fields)["prompt"])
             except MalformedRow as error:
-                raise ConfigError(f"{self.where(row)}: {error}") from None
+                given = "".join(f"; columns.{name} is {theirs!r}" for theirs, name in unseen.items())
+                raise ConfigError(f"{self.where(row)}: {error}{given}") from None
             self.has_conversations |= isinstance(prompt, list)
+        for theirs, name in unseen.items():
+            fields = self._rows[0]
+            raise ConfigError(
+                f"{self.where(0)}, and all rows after it: no field {theirs!r}, which is columns.{name}; the fields are "
+                f"{fields_of(fields)}{nearest(theirs, fields)}"
+            )
         for row in range(min(len(self), NUM_RENDERED)):
             self[row]
 

@@ -11,7 +11,7 @@ import numpy as np
 from controller.config.config import Config
 from controller.config.data import SourceTable
 from controller.data.chat import Chat
-from controller.data.malformed import MalformedRow, check_text
+from controller.data.malformed import MalformedRow, check_field, check_text
 from controller.data.prompt_form import PromptForm, Render, no_template
 from controller.data.prompt_source import Prompt, PromptSource
 from controller.data.readers import RowReader, open_rows
@@ -132,8 +132,7 @@ class TextData:
 
     def _text(self, fields: Row, row: int) -> str:
         try:
-            if "text" not in fields:
-                raise MalformedRow("not a JSON object with a text")
+            check_field(fields, "text")
             check_text(fields["text"], "text")
         except MalformedRow as error:
             raise ConfigError(f"{self.where(row)}: {error}") from None

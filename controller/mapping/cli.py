@@ -138,7 +138,10 @@ def main() -> None:
     help="Write a picture of one step here (HTML).",
 )
 def find(output: Path | None, timeline: Path | None, **given: Any) -> None:
-    """Find the fastest plan for the services, rows and algorithm of CONFIG. Chooses pools and meshes."""
+    """Find the fastest plan for the services of CONFIG.
+
+    Chooses pools and meshes for its rows and algorithm.
+    """
     with errors_shown():
         request = _request(**given)
         problem = request.problem
@@ -162,8 +165,10 @@ def find(output: Path | None, timeline: Path | None, **given: Any) -> None:
 @main.command()
 @_options(*_SEARCHED)
 def explain(**given: Any) -> None:
-    """Say why the plan that CONFIG describes is slower than the fastest one, or what of it does not fit. All services
-    are on devices of the first kind."""
+    """Say why the plan of CONFIG is slower than the fastest one.
+
+    Or what of it does not fit. All services are on devices of the first kind.
+    """
     with errors_shown():
         request = _request(**given)
         problem = request.problem
@@ -212,8 +217,11 @@ def explain(**given: Any) -> None:
 def simulate(
     kind: str | None, times: Path | None, steps: int, show: int, spread: float, **given: Any
 ) -> None:
-    """Run the real controller on simulated ranks in virtual time, as CONFIG places its services, and print the timeline
-    of its last steps. The seed is run.seed; overlap is as run.ahead says."""
+    """Run the real controller on simulated ranks, in virtual time.
+
+    Services are placed as CONFIG says. Prints the timeline of the last steps. The seed is run.seed; overlap is as
+    run.ahead says.
+    """
     with errors_shown():
         if (kind is None) == (times is None):
             raise ConfigError("give either --devices KIND:COUNT or --times RUN_DIR")
@@ -248,8 +256,11 @@ def simulate(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the calibrated table here."
 )
 def probe(kind: str, launch: bool, output: Path | None, **given: Any) -> None:
-    """Time calls of the running services of CONFIG, and fit the constants of their devices to them. Begins a session of
-    its own: refused while a run is using the services."""
+    """Time calls of running services, and fit device constants.
+
+    The services are those of CONFIG, and the constants those of their devices. Begins a session of its own: refused
+    while a run is using the services.
+    """
     with errors_shown():
         algorithm = algorithms.find_algorithm(given["algo"])
         config = load(given["config_path"], given["settings"])

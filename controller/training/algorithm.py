@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from pydantic import ConfigDict
@@ -13,7 +15,7 @@ from controller.config.config import Config
 from controller.role_groups.roles import group_type
 from controller.training.run import Run
 from rlhf.contract import group_methods
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.plugins import PluginError
 from rlhf.roles import find_role
 from settings.losses import LOSSES, PolicyLossTable, PpoOptions, ValueClipOptions, ValueLossTable
@@ -87,11 +89,18 @@ class Algorithm:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, run: Run) -> None:
-        """Executes the algorithm on a run, whose configuration must be one that `configure` returned."""
-        if self.options in (NoOptions, UnreadOptions):
-            self.function(run)
-        else:
-            self.function(run, self.options.model_validate(run.config.algorithm.options))
+        """Executes the algorithm on a run, whose configuration must be one that `configure` returned. An
+        InvalidRequest of this process, such as for a column that is missing, gets a note with the line of the
+        algorithm, unless that is one of this package."""
+        options = ()
+        if self.options not in (NoOptions, UnreadOptions):
+            options = (self.options.model_validate(run.config.algorithm.options),)
+        try:
+            self.function(run, *options)
+        except InvalidRequest as error:
+            if not error.service and (place := _place_in(self.function, error)):
+                error.add_note(place)
+            raise
 
     def configure(self, config: Config) -> Config:
         """Returns the configuration for a run of this algorithm: only the services that it needs, with the
@@ -289,3 +298,13 @@ def algorithm(
         )
 
     return declare
+
+
+def _place_in(function: Callable[..., Any], error: BaseException) -> str:
+    """Returns file and line of the innermost frame of an error's traceback that is in the file of `function`; an empty
+    text where there is none, or the file is one of this package."""
+    path = getattr(getattr(function, "__code__", None), "co_filename", "")
+    if not path or Path(__file__).parents[1] in Path(path).parents:
+        return ""
+    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
+    return f"{Path(path).name}:{lines[-1]}" if lines else ""

@@ -92,14 +92,15 @@ class Step:
             options: Keyword arguments of the function.
 
         Raises:
-            InvalidRequest: The function raised ValueError.
+            InvalidRequest: The function raised ValueError, or a value of its columns is not finite.
         """
         try:
             result = function(*columns, **options)
+            made = result.columns
         except ValueError as error:
             raise InvalidRequest(f"compute_advantage, step {self.number}: {error}") from error
         self.metrics |= result.metrics
-        return FutureBatch.of(**result.columns).of_step(self.context)
+        return FutureBatch.of(**made).of_step(self.context)
 
     def later(self, work: Callable[[], FutureBatch], names: Sequence[str], rows: int) -> FutureBatch:
         """Calls a function that makes columns of the step's rows and may wait for others; where steps overlap, later

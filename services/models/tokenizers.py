@@ -12,6 +12,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from services.models.directory import first_line, require_model_directory
 from services.models.value_model import ValueModel, transformer_of
 
+_TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
+"""Patterns of the names of files that a tokenizer is loaded from."""
+
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a Hugging Face directory.
@@ -24,11 +27,17 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
+        if not any(found for pattern in _TOKENIZER_FILES for found in directory.glob(pattern)):
+            raise ValueError(_no_files(directory)) from error
         raise ValueError(f"{directory} has no tokenizer that can be loaded: {first_line(error)}") from error
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
         # Without tokenizer files, transformers returns a tokenizer of special tokens alone for some families.
-        raise ValueError(f"{directory} has no files of a tokenizer, such as tokenizer.json")
+        raise ValueError(_no_files(directory))
     return tokenizer
+
+
+def _no_files(directory: Path) -> str:
+    return f"{directory} has no files of a tokenizer, such as tokenizer.json"
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | ValueModel) -> None:

@@ -6,6 +6,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlhf.errors import InvalidRequest, encodable, full_traceback
@@ -16,6 +17,7 @@ from services.reward.groups import group_fault, groups_of
 from services.reward.scorers.base import GaveUp, metadata_of, row_score
 from services.reward.scorers.extras import Metrics, extra_metrics
 
+_PACKAGE = Path(__file__).parents[1]
 _logged: set[tuple[str, int]] = set()
 """File and line of each exception whose traceback was logged."""
 
@@ -63,14 +65,14 @@ class LoadedFunction:
         be, becomes the error of every row; a verdict that is no score becomes the error of its row."""
         try:
             return self._read(rows, self.function(*self._arguments(rows), **self._tokens(rows)))
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the rows carry it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything; the rows carry it
             return self._failed(rows, error)
 
     async def score_async(self, rows: Sequence[reward_pb2.TextRow]) -> Scored:
         """As `score`, for a function that returns awaitables."""
         try:
             return self._read(rows, await self.function(*self._arguments(rows), **self._tokens(rows)))
-        except Exception as error:  # noqa: BLE001 - as above
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
             return self._failed(rows, error)
 
     def units_of(self, rows: Sequence[reward_pb2.TextRow], *, whole_batch: bool) -> list[list[int]]:
@@ -133,17 +135,25 @@ class LoadedFunction:
             raise InvalidRequest(f"{self.name} returned {len(verdicts)} scores for {len(rows)} responses")
         return verdicts
 
-    def _failed(self, rows: Sequence[reward_pb2.TextRow], error: Exception) -> Scored:
+    def _failed(self, rows: Sequence[reward_pb2.TextRow], error: BaseException) -> Scored:
         """Returns an exception as score 0 with its cause, if it is GaveUp; else as the error of each row. Logs its
         traceback, in each process once for each line of code that raises."""
         if isinstance(error, GaveUp) and self.unit == "row":
             return Scored([reward_pb2.RowScore(score=0.0)], str(error))
         if isinstance(error, InvalidRequest):
             return Scored([reward_pb2.RowScore(error=encodable(str(error)))] * len(rows))
-        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-        place = frame.f_code.co_filename, line
-        if place not in _logged:
-            _logged.add(place)
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        if frames[-1] not in _logged:
+            _logged.add(frames[-1])
             logging.error("%s cannot score a row:\n%s", self.name, encodable(full_traceback(error)))
-        cause = encodable(f"{self.name} raised {type(error).__name__}: {error}")
+        cause = encodable(f"{self.name} raised {type(error).__name__}: {error}{_place(frames)}")
         return Scored([reward_pb2.RowScore(error=cause)] * len(rows))
+
+
+def _place(frames: Iterable[tuple[str, int]]) -> str:
+    """Returns file and line of the first frame of a traceback that is not in package `services`, for messages: the line
+    of a user's function that raised, or called what raised. Empty where there is none."""
+    for path, line in frames:
+        if _PACKAGE not in Path(path).parents:
+            return f" ({Path(path).name}:{line})"
+    return ""

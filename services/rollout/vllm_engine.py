@@ -102,7 +102,7 @@ def start_engine(
         additional_config={"identity": identity},
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        **table.engine_args,
+        **_arguments_of_the_device() | table.engine_args,
     )
     # vLLM sets it for the whole process, training included, by default to float32 without TF32.
     os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = torch.get_float32_matmul_precision()
@@ -119,6 +119,15 @@ def start_engine(
         torch.set_num_threads = set_num_threads
     _unlink_shared_memory(identity)
     return engine
+
+
+def _arguments_of_the_device() -> dict[str, Any]:
+    """Returns arguments of vLLM's engine that depend on the device."""
+    if torch.cuda.is_available():
+        return {}
+    # A prompt that is divided over several forward passes would fail: vLLM draws a token at the end of each pass and
+    # then sets the row's generator back, which generators on the CPU do not support.
+    return {"enable_chunked_prefill": False}
 
 
 def _check_names(given: Iterable[str]) -> None:

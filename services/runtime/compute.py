@@ -170,11 +170,12 @@ class ComputeThread:
 
     def _call_method(self, call: ActiveCall, rows: CallRows) -> CallResult:
         """Calls the worker's method and returns its result on this rank. Raises RuntimeError where it raises
-        CancelledError, which would cancel the task that waits for the call and leave the call without an answer."""
+        CancelledError, which would cancel the task that waits for the call, or SystemExit, which would end the event
+        loop: either would leave the call without an answer."""
         try:
             return getattr(self._worker, call.method.snake_name)(rows, call.request, call.context)
-        except asyncio.CancelledError as error:
-            raise RuntimeError(f"{call.method.name} raised CancelledError") from error
+        except (asyncio.CancelledError, SystemExit) as error:
+            raise RuntimeError(f"{call.method.name} raised {type(error).__name__}") from error
 
     def _encode(self, call: ActiveCall, result: CallResult) -> Any:
         """Stores the rows of a result and returns the response message."""

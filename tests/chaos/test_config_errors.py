@@ -92,7 +92,7 @@ CASES = {
     "rlhf-controller --algo grpo --config chaos.toml --set rollout.samples_per_prompt=1": "rollout.samples_per_prompt: "
     "grpo compares the responses to a prompt, so there have to be at least 2 (given: 1)",
     f"{PPO} --set data.pretrain=no.jsonl": "data.pretrain: no.jsonl: No such file or directory",
-    f"{PPO} --set data.pretrain=train.jsonl": "data.pretrain: train.jsonl:1: not a JSON object with a text",
+    f"{PPO} --set data.pretrain=train.jsonl": "data.pretrain: train.jsonl:1: no field text, only: prompt",
     "rlhf-controller --algo no:f --config chaos.toml": "algorithm 'no:f' cannot be imported: "
     "ModuleNotFoundError: No module named 'no'",
     "rlhf-controller --algo chaos_plugins:no --config chaos.toml": "algorithm 'chaos_plugins:no' cannot be imported: "

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from services.rollout.base import RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
-from services.testing.rollouts import RolloutContract
+from services.testing.rollouts import POSITIONS, RolloutContract
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -51,7 +51,15 @@ class TestGreedy(RolloutContract):
 @needs_vllm
 @pytest.mark.slow
 class TestVLLM(RolloutContract):
-    keys = {"rollout_engine": "vllm", "vllm": {"kv_cache_gb": KV_CACHE_GB}}
+    # A forward pass has room for fewer tokens than the prompts of some calls have together.
+    keys = {
+        "rollout_engine": "vllm",
+        "vllm": {
+            "kv_cache_gb": KV_CACHE_GB,
+            "max_num_seqs": POSITIONS,
+            "engine_args": {"max_num_batched_tokens": POSITIONS},
+        },
+    }
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod

@@ -519,9 +519,10 @@ def test_ctrl_c_in_the_middle_of_a_step_ends_all_with_130_and_keeps_the_files(
     try:
         controller.wait_for_step(1)
         controller.process.send_signal(signal.SIGINT)
-        code, _, err = controller.finish()
+        code, out, err = controller.finish()
         assert code == 128 + signal.SIGINT
         assert "Traceback" not in err
+        assert f"{controller.run_directory} has no checkpoint to resume from\n" in out
         assert controller.left_behind() == NOTHING
     finally:
         controller.processes.kill()

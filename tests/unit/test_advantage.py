@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from controller.advantage import (
     AdaptiveKL,
+    Advantage,
     FixedKL,
     FloatColumn,
     gae,
@@ -189,6 +190,14 @@ def test_a_kl_penalty_needs_a_reference():
 def test_a_score_that_is_not_finite_is_an_error(bad):
     with pytest.raises(ValueError, match="1 of 2 scores are not finite, the first at response 1"):
         token_rewards(np.array([1.0, bad]), np.array([1, 1]))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e39])
+def test_advantages_that_are_not_finite_in_float32_do_not_reach_an_update(bad: float) -> None:
+    with pytest.raises(ValueError, match="1 of 2 advantages are not finite, the first at response 1"):
+        _ = Advantage(np.array([0.5, bad]), {}).columns
+    with pytest.raises(ValueError, match="1 of 3 advantages are not finite, the first at token 2"):
+        _ = Advantage(Jagged(np.array([0.5, 1.0, bad]), np.array([1, 2])), {}).columns
 
 
 def test_one_score_per_response_is_required():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ from controller.advantage import Advantage
 from controller.algorithms import find_algorithm
 from controller.config.algorithm import AlgorithmTable
 from controller.config.config import Config, load
+from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import Algorithm, NoOptions, algorithm
 from controller.training.run import Run
 from examples.plugins.rlhf_example.algorithms import compute_advantage
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, InvalidRequest, RlhfError
+from settings.commands import errors_shown
 from settings.strict import Strict
 
 QUICKSTARTS = Path(__file__).parent.parent.parent / "deploy" / "quickstart"
@@ -352,3 +355,20 @@ def test_an_algorithm_is_recorded_by_the_name_that_finds_it_again() -> None:
 
 def useless(run: Run) -> None:
     """An algorithm of no use."""
+
+
+def test_an_error_has_the_line_of_a_users_algorithm() -> None:
+    def joins(run: Run) -> None:
+        FutureBatch.of(x=np.zeros(2)) | FutureBatch.of(y=np.zeros(3))  # type: ignore[reportUnusedExpression]
+
+    with pytest.raises(RlhfError, match="batches of 2 and 3 rows") as raised:
+        Algorithm(joins)(cast(Run, None))
+    assert raised.value.__notes__ == [f"test_algorithm.py:{joins.__code__.co_firstlineno + 1}"]
+
+
+def test_the_line_is_at_the_end_of_the_error_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    error = InvalidRequest("a column is missing")
+    error.add_note("mine.py:3")
+    with pytest.raises(SystemExit), errors_shown():
+        raise error
+    assert capsys.readouterr().err == "error: a column is missing (mine.py:3)\n"

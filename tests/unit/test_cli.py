@@ -7,8 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+import click
 import pytest
+from click.testing import CliRunner
 
+import conformance.cli
+import controller.mapping.cli
+import deploy.cli
 from controller import algorithms, cli, job, opening
 from controller.config.config import load
 from controller.launch import LaunchedServices
@@ -42,6 +47,21 @@ def test_an_unforeseen_error_points_to_the_log_of_its_service(launched: bool, tm
 def test_an_error_that_says_all_there_is_to_say_points_nowhere() -> None:
     error = failed(InvalidRequest("column 'a' is missing"))
     assert opening.pointing_to_log(error, None) is error
+
+
+COMMANDS: dict[str, click.Group] = {
+    "rlhf-controller": cli.main,
+    "rlhf-deploy": deploy.cli.main,
+    "rlhf-map": controller.mapping.cli.main,
+    "rlhf-conformance": conformance.cli.main,
+}
+
+
+@pytest.mark.parametrize("group", COMMANDS.values(), ids=COMMANDS)
+def test_the_list_of_commands_has_a_whole_sentence_for_each(group: click.Group) -> None:
+    listed = CliRunner().invoke(group, ["--help"]).output.partition("Commands:")[2]
+    assert len(listed.splitlines()) == len(group.commands) + 1
+    assert all(line.endswith(".") and not line.endswith("...") for line in listed.splitlines()[1:])
 
 
 LAUNCHER = """\
@@ -105,7 +125,7 @@ def test_a_dry_run_refuses_texts_that_cannot_be_read(settings: tuple[str, ...]) 
     [
         ({"steps": 3}, ""),
         ({"steps": 3, "accuracy_before": 0.5, "accuracy_after": 1.0},
-         "held-out accuracy: 50.0% before, 100.0% after 3 steps"),
+         "held-out accuracy: 50.0 % before, 100.0 % after 3 steps"),
     ],
 )  # fmt: skip
 def test_a_run_is_summed_up_by_its_first_figure_where_it_has_one(summary: dict[str, Any], line: str) -> None:

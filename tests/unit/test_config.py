@@ -98,7 +98,7 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
             "services.actor.role='worker'",
             r"actor\.role: 'worker' is unknown; known: actor, critic, .*reward,",
         ),
-        ("services.actor.role=3", r"services\.actor\.role: must be a text \(given: 3\)"),
+        ("services.actor.role=3", r"services\.actor\.role: must be a string \(given: 3\)"),
         ("services.actor=3", r"services\.actor: must be a table \(given: 3\)"),
         ("services.actor.role='nowhere:role'", r"services\.actor\.role: 'nowhere:role' cannot be imported"),
         ("services.actor.role='acter'", r"services\.actor\.role: .*; did you mean 'actor'\?"),

@@ -68,7 +68,10 @@ def test_further_fields_are_metadata(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("", "has no rows"),
-        ('{"prompt": "a"}\n{"question": "b"}', "rows.jsonl:2: not a JSON object with a prompt"),
+        (
+            '{"prompt": "a"}\n{"question": "b"}',
+            r'rows\.jsonl:2: no field prompt, only: question; .* name it: columns\.prompt = "FIELD"',
+        ),
         ("[1]", "rows.jsonl:1: not a JSON object"),
         ('{"prompt": ""}', "prompt is not a text, or empty"),
         ("nonsense", "rows.jsonl:1"),
@@ -96,7 +99,7 @@ def test_texts_are_read_by_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "a"}', "with a text"),
+        ('{"prompt": "a"}', "no field text, only: prompt$"),
         ('{"text": 3}', "text is not a text, or empty: 3"),
         ("[]", "with a text"),
     ],

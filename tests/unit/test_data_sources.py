@@ -121,6 +121,26 @@ def test_fields_may_have_other_names(tmp_path: Path) -> None:
     assert (data[0].text, data[0].texts) == ("q", {"response": "a"})
 
 
+def test_a_renamed_field_that_no_row_has_is_an_error(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"question": "q", "answer": "a"},
+        {"question": "q", "answer": "a", "level": 3},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    columns = {"prompt": "question", "ground_truth": "answer", "difficulty": "level"}
+    load_data(config(train=path, heldout=path, columns=columns))
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.train: .*a\.jsonl:1, and all rows after it: no field 'anser', which is columns\.ground_truth; "
+        r"the fields are question, answer; did you mean 'answer'\?",
+    ):
+        load_data(config(train=path, heldout=path, columns=columns | {"ground_truth": "anser"}))
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl:1: no field prompt, only: .*columns\.prompt is 'quesion'$"
+    ):
+        load_data(config(train=path, heldout=path, columns={"prompt": "quesion"}))
+
+
 def test_one_source_has_the_keys_of_several(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     splits: Any = {
@@ -184,7 +204,7 @@ def test_a_row_at_least_has_to_be_left_for_training(tmp_path: Path) -> None:
 
 def test_an_algorithms_column_has_to_be_there(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "chosen": "c"}])
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1: not a JSON object with a rejected"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: no field rejected, only: prompt, chosen"):
         load_data(config(train=path, heldout=path), ("chosen", "rejected"))
 
 

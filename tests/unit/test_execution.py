@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -449,11 +450,19 @@ class Cancelling(Reference):
         raise asyncio.CancelledError
 
 
-def test_a_method_that_raises_cancelled_error_fails_its_call_and_cancels_nobody() -> None:
+class Exiting(Reference):
+    """A worker whose method calls sys.exit."""
+
+    def compute_ref_log_prob(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        sys.exit(3)
+
+
+@pytest.mark.parametrize(("worker", "name"), [(Cancelling, "CancelledError"), (Exiting, "SystemExit")])
+def test_a_method_that_cancels_or_exits_fails_its_call_alone(worker: type[Reference], name: str) -> None:
     async def ask() -> None:
         store = TensorStore(1 << 16)
-        queue = CallQueue(Cancelling(TABLE, Ranks(0, 1, 1)), store, fetch.Fetcher("", []))
-        with pytest.raises(RuntimeError, match="raised CancelledError"):
+        queue = CallQueue(worker(TABLE, Ranks(0, 1, 1)), store, fetch.Fetcher("", []))
+        with pytest.raises(RuntimeError, match=f"raised {name}"):
             await asyncio.wait_for(call(queue, "a", 1), 20)
         await queue.drain()
 

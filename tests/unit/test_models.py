@@ -123,7 +123,7 @@ def test_a_directory_without_files_of_a_tokenizer_has_none(tmp_path: Path, famil
     family(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(
         tmp_path
     )
-    with pytest.raises(ValueError, match=f"{tmp_path} has no (files of a )?tokenizer"):
+    with pytest.raises(ValueError, match=f"{tmp_path} has no files of a tokenizer, such as tokenizer.json"):
         load_tokenizer(tmp_path)
 
 

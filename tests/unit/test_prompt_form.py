@@ -187,7 +187,7 @@ def test_the_last_turn_is_the_response(
         (
             {"messages": [assistant("d")]},
             ("response",),
-            "nor with conversations in response that begin with it",
+            "and no conversations in response that begin with it",
         ),
         (
             {"response": [user("a"), assistant(None)]},
@@ -202,14 +202,14 @@ def test_the_last_turn_is_the_response(
         (
             {"response": "d"},
             ("response",),
-            "not a JSON object with a prompt, nor with conversations in response",
+            "no field prompt, and no conversations in response",
         ),
         (
             {"chosen": "a", "rejected": "b"},
             PAIR,
-            "with a prompt, nor with conversations in chosen and rejected",
+            "and no conversations in chosen and rejected",
         ),
-        ({"prompt": "a"}, PAIR, "not a JSON object with a chosen"),
+        ({"prompt": "a"}, PAIR, "no field chosen, only: prompt"),
         ({"prompt": "a", "chosen": [], "rejected": "b"}, PAIR, "chosen is not a text, or empty"),
         (
             {"chosen": [user("a"), assistant("d")], "rejected": [user("b"), assistant("d")]},

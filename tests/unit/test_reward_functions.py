@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,8 @@ def test_the_traceback_of_an_exception_is_logged_once(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.ERROR):
         mine = LoadedFunction("mine", divides)
         scores = [mine.score([TextRow(response=text)]).scores[0] for text in ("", "a", "")]
-    cause = "mine raised ZeroDivisionError: division by zero"
+    line = divides.__code__.co_firstlineno + 1
+    cause = f"mine raised ZeroDivisionError: division by zero (test_reward_functions.py:{line})"
     assert [score.error for score in scores] == [cause, "", cause]
     (record,) = caplog.records
     assert "in divides\n    return 1 / len(response)" in record.getMessage()
@@ -35,7 +37,24 @@ def test_an_exception_with_half_a_surrogate_pair_is_an_error_of_the_row() -> Non
         raise ValueError(f"unknown answer {json.loads(response)}")
 
     (score,) = LoadedFunction("mine", fails).score([TextRow(response='"\\ud83d"')]).scores
-    assert score.error == r"mine raised ValueError: unknown answer \ud83d"
+    assert score.error.startswith(r"mine raised ValueError: unknown answer \ud83d (")
+
+
+def test_the_error_names_the_line_of_the_function_also_where_a_library_raises() -> None:
+    def fails(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+        return json.loads(response)
+
+    (score,) = LoadedFunction("mine", fails).score([TextRow(response="{")]).scores
+    line = fails.__code__.co_firstlineno + 1
+    assert score.error.endswith(f" (test_reward_functions.py:{line})")
+
+
+def test_a_function_that_calls_sys_exit_gives_its_row_an_error() -> None:
+    def exits(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+        sys.exit("no key")
+
+    (score,) = LoadedFunction("mine", exits).score([TextRow()]).scores
+    assert score.error.startswith("mine raised SystemExit: no key (")
 
 
 @pytest.mark.parametrize("truth", ["", " \n"])

@@ -45,7 +45,8 @@ def test_vllm_reads_no_checkpoint_that_is_replaced_at_once(arguments: Any):
 
 def test_the_arguments_that_a_table_may_not_give_are_those_that_the_service_gives(arguments: Any):
     parallel = {"pipeline_parallel_size", "data_parallel_size"}
-    assert set(vars(arguments)) == SET_FOR_VLLM.keys() - parallel | {"max_num_batched_tokens"}
+    may_be_given = {"max_num_batched_tokens", "enable_chunked_prefill"}
+    assert set(vars(arguments)) == SET_FOR_VLLM.keys() - parallel | may_be_given
     for key in SET_FOR_VLLM:
         with pytest.raises(ValidationError, match=f"{key} is set by .*, and cannot be given here"):
             VllmTable(engine_args={key: 1})
