@@ -27,17 +27,9 @@ from transformers import (
 from services.compute.layers import speed_up_layers
 from services.compute.linear import speed_up
 from services.models.directory import VALUE_HEAD_FILE, first_line, require_model_directory
-from services.models.experts import EXPERTS
 from services.models.meta import model_on_meta, require_computed_attention
 from services.models.tokenizers import load_tokenizer
 from services.models.value_model import ValueModel
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of `model_type` whose transformer consists of an embedding, equal layers and a norm, and nothing else.
-Models of other types may, for example, scale the embedding's output, which every pipeline stage would repeat."""
-PACKED = (*FAMILIES, *EXPERTS)
-"""Values of `model_type` whose rows engine fsdp packs: those, and mixtures of experts that differ from them in their
-feed-forward layers alone."""
 
 
 def load_causal_lm(

@@ -15,7 +15,9 @@ from controller.config.rollout import RolloutTable
 from controller.foresight import check_models
 from deploy import preflight
 from rlhf.errors import ConfigError
+from services.models.experts import EXPERTS
 from settings.actor import ActorTable
+from settings.families import MIXTURES
 from settings.fit import check_model_fits, read_shape, sized_for_rows
 from settings.reward import RewardTable
 from settings.services import load_service, row_tokens, shares_devices
@@ -127,6 +129,40 @@ def test_ranks_that_cannot_divide_the_attention_heads_of_a_row_are_refused(
         f"{ranks} ranks; allowed: 1, 2, 4, 12",
     ):
         check_model_fits("actor", table)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "named"),
+    [
+        (("ranks=2", "engine='3d'", "mesh='1-2-1'"), "mixtral", "engine 3d"),
+        (("ranks=2", "generation_mesh='1-2-1'"), "mixtral", "generation_mesh 1-2-1"),
+        (("ranks=2", "engine='zero'", "generation_mesh='2-1-1'"), "gemma", "generation_mesh 2-1-1"),
+        (("ranks=2", "sequence_parallel=2"), "gemma", "sequence_parallel 2"),
+        (("ranks=2", "role='rollout'", "mesh='1-2-1'"), "qwen3_moe", "mesh 1-2-1"),
+        (("ranks=2", "sequence_parallel=2"), "mixtral", ""),
+        (("ranks=2", "generation_mesh='1-1-2'"), "gemma", ""),
+        (("ranks=2", "role='rollout'", "mesh='1-1-2'"), "gemma", ""),
+        (("ranks=2", "engine='3d'", "mesh='1-2-1'"), "qwen3", ""),
+    ],
+)
+def test_ranks_compute_models_of_some_types_together(
+    keys: tuple[str, ...], kind: str, named: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "services.toml"
+    path.write_text("[services.policy]\nrole = 'actor'\naddress = '127.0.0.1:1'\n")
+    given = (*keys, f"model='{model(tmp_path, SHAPE | {'model_type': kind})}'")
+    table = load_service(path, "policy", tuple(f"services.policy.{key}" for key in given))
+    if not named:
+        check_model_fits("policy", table)
+        return
+    with pytest.raises(
+        ConfigError, match=f"services.policy: {named} is for models of type .*is of type {kind}"
+    ):
+        check_model_fits("policy", table)
+
+
+def test_every_mixture_that_is_packed_is_read_expert_by_expert() -> None:
+    assert set(MIXTURES) == EXPERTS.keys()
 
 
 def test_vllm_is_refused_where_heads_are_too_small(tmp_path: Path) -> None:
