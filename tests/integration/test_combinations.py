@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 Features = Mapping[str, Sequence[tuple[str, ...]]]
 """Alternatives by name, each as settings of the command line."""
 
-ALGORITHMS = ("ppo", "safe_rlhf", "grpo", "dr_grpo", "gspo", "rloo", "reinforce_pp", "remax", "sft", "dpo")
+ALGORITHMS = ("ppo", "safe_rlhf", "grpo", "dr_grpo", "gspo", "rloo", "reinforce_pp", "remax", "sft", "cispo")
 ROLLOUT = ("services.rollout.role='rollout'",)
 VALUES = ("services.values.role='values'",)
 TURNS = (
