@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf.errors import ConfigError
 from settings import meshes
 from settings.actor import ActorTable
+from settings.families import FAMILIES, PACKED
 from settings.generation import GeneratingTable
 from settings.model import LoadedModelTable, ModelTable
 from settings.rollout import RolloutServiceTable
@@ -33,13 +35,14 @@ def check_model_fits(name: str, table: ServiceTable, response_tokens: int = 0) -
         response_tokens: Maximum length of a response, in tokens. Default: unknown, which passes.
 
     Raises:
-        ConfigError: The model cannot be divided over `mesh` or `generation_mesh`, or the rollout engine cannot generate
-            with it, or it has no more positions than a response has tokens. The text says why and, for meshes, lists
-            the nearest that fit.
+        ConfigError: The model cannot be divided over `mesh` or `generation_mesh`, or is of no type that ranks compute
+            together, or the rollout engine cannot generate with it, or it has no more positions than a response has
+            tokens. The text says why and, for meshes, lists the nearest that fit.
     """
     if not isinstance(table, LoadedModelTable):
         return
-    shape = read_shape(table.model_directory)
+    config = _read_config(table.model_directory)
+    shape = _integers(config)
     if 0 < shape.get(POSITIONS, 0) <= response_tokens:
         key = _ORIGINAL_POSITIONS if shape.get(_ORIGINAL_POSITIONS) == shape[POSITIONS] else POSITIONS
         raise ConfigError(
@@ -48,6 +51,7 @@ def check_model_fits(name: str, table: ServiceTable, response_tokens: int = 0) -
         )
     if isinstance(table, ModelTable | RolloutServiceTable):
         _check_meshes(name, table, shape)
+        _check_type(name, table, config.get("model_type"))
 
 
 def sized_for_rows(table: ServiceTable, row_tokens: int) -> ServiceTable:
@@ -83,16 +87,54 @@ def _check_meshes(name: str, table: ModelTable | RolloutServiceTable, shape: mes
         raise ConfigError(f"services.{name}: {error}") from None
 
 
+def _check_type(name: str, table: ModelTable | RolloutServiceTable, model_type: Any) -> None:
+    """Raises ConfigError where ranks compute a model together whose type does not allow it. A type that is unknown
+    (None) passes."""
+    for key, types in _computed_together(table):
+        if model_type is not None and model_type not in types:
+            known = (
+                f"of type {', '.join(types)}"
+                if types is FAMILIES
+                else "whose rows are packed (docs/models.md)"
+            )
+            raise ConfigError(
+                f"services.{name}: {key} is for models {known}, and model {table.model} is of type {model_type}"
+            )
+
+
+def _computed_together(table: ModelTable | RolloutServiceTable) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields the keys of a table by which several ranks compute one model together, each with its value and the types
+    of models for which they can."""
+    if isinstance(table, RolloutServiceTable):
+        if meshes.generation_sizes(table.mesh, "") != (1, 1):
+            yield f"mesh {table.mesh}", FAMILIES
+        return
+    if table.engine == "3d":
+        yield "engine 3d", FAMILIES
+    if table.sequence_parallel > 1:
+        yield f"sequence_parallel {table.sequence_parallel}", PACKED
+    own = table.generation_mesh if isinstance(table, ActorTable) and not table.mesh else ""
+    if meshes.generation_sizes(own, "") != (1, 1):
+        yield f"generation_mesh {own}", FAMILIES
+
+
 def read_shape(model: Path) -> meshes.Shape:
     """Reads the integers in the config.json of a model directory, by key. Returns an empty mapping where the file
     cannot be read. With rotary embeddings of type longrope, the positions are `original_max_position_embeddings`, as in
     `services.models.positions`."""
+    return _integers(_read_config(model))
+
+
+def _read_config(model: Path) -> Mapping[str, Any]:
+    """Reads the config.json of a model directory; returns an empty mapping where that cannot be read."""
     try:
         config: Any = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):
-        return meshes.NO_SHAPE
-    if not isinstance(config, dict):
-        return meshes.NO_SHAPE
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _integers(config: Mapping[str, Any]) -> meshes.Shape:
     sizes = {key: value for key, value in config.items() if isinstance(value, int)}
     for rope in (config.get("rope_scaling"), config.get("rope_parameters")):
         if isinstance(rope, dict) and _LONGROPE & {rope.get("rope_type"), rope.get("type")}:

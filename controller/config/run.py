@@ -50,7 +50,8 @@ class RunTable(Strict):
     """Number of steps between verifications of the weights in the memory of all services, see docs/integrity.md. The
     run also verifies them before the first step, before each checkpoint and after the last step. 0: never."""
     balance: bool = True
-    """Distributes sequences over data ranks by their estimated cost. false: by their number."""
+    """Distributes sequences over data ranks by their estimated cost. false: by their number; where an update has
+    several mini-batches, these then have other rows, so that results differ."""
     call_timeout_s: Seconds = 600.0
     """Timeout of a call, in seconds, from when it is sent; a call that exceeds it ends the run, see docs/runs.md."""
     save_timeout_s: Seconds = 3600.0

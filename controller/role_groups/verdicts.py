@@ -20,7 +20,7 @@ from rlhf.v1 import common_pb2, reward_pb2
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 NUMBERS = ("group", "response_tokens")
 """Columns of a TextRow that are numbers; the others are texts."""
-MIXED = "some rows have one score and others a score per token"
+MIXED = "some rows have one score and others a score per token; all rows of a step need the same kind"
 
 
 class RewardCodec(BatchCodec):

@@ -215,7 +215,7 @@ class Reward:
         totals: list[Verdict | None] = [None] * (rows or max(map(len, verdicts), default=0))
         for part, given in zip(parts, verdicts, strict=True):
             for row, weight, verdict in zip(part.rows, part.weights, given, strict=rows > 0):
-                totals[row] = add(totals[row], weight * verdict, self._name)
+                totals[row] = add(totals[row], weight * verdict, self._name, part.service)
         return LocalColumn(column_of([total for total in totals if total is not None], self._name))
 
     def _settle(self, batch: FutureBatch) -> Settled:
@@ -235,7 +235,7 @@ class Reward:
             calls += one.calls
             for place, (row, weight) in enumerate(zip(part.rows.tolist(), part.weights, strict=True)):
                 if place not in one.causes:
-                    totals[row] = add(totals[row], weight * one.verdicts[place], self._name)
+                    totals[row] = add(totals[row], weight * one.verdicts[place], self._name, part.service)
             causes |= {int(part.rows[place]): cause for place, cause in one.causes.items()}
             if part.service in scores:
                 scores[part.service] = spread(batch.rows, part.rows, one.verdicts)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from controller.role_groups.dataflow import CallRecord, FutureBatch
+from controller.role_groups.verdicts import MIXED
 from nccl_transfer.refs.batch import Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import RewardFailed
@@ -120,9 +121,9 @@ def verdicts_of(column: Column) -> list[Verdict]:
     return list(np.asarray(values, np.float64))
 
 
-def add(total: Verdict | None, verdict: Verdict, name: str) -> Verdict:
-    """Returns the sum of two verdicts on a row; `verdict` itself where `total` is None. `name` is the reward's name,
-    for the message of an error.
+def add(total: Verdict | None, verdict: Verdict, name: str, service: str) -> Verdict:
+    """Returns the sum of two verdicts on a row; `verdict` itself where `total` is None. `name` of the reward and
+    `service`, which gave `verdict`, are for the message of an error.
 
     Raises:
         RewardFailed: The verdicts differ in shape: a score of the response and one per token, or other token counts.
@@ -131,9 +132,14 @@ def add(total: Verdict | None, verdict: Verdict, name: str) -> Verdict:
         return verdict
     if np.shape(total) != np.shape(verdict):
         raise RewardFailed(
-            f"{name}: the services give a row scores of {np.shape(total)} and {np.shape(verdict)}"
+            f"{name}: services.{service} gives a response {_form(verdict)}, and the services before it in the reward "
+            f"{_form(total)}; they have to be of one kind to be added"
         )
     return total + verdict
+
+
+def _form(verdict: Verdict) -> str:
+    return f"a score for each of {len(verdict)} tokens" if isinstance(verdict, np.ndarray) else "one score"
 
 
 def column_of(verdicts: Sequence[Verdict], name: str) -> np.ndarray | Jagged[np.ndarray]:
@@ -146,7 +152,7 @@ def column_of(verdicts: Sequence[Verdict], name: str) -> np.ndarray | Jagged[np.
     if not any(per_token):
         return np.asarray(verdicts, np.float64)
     if not all(per_token):
-        raise RewardFailed(f"{name}: some rows have one score and others a score per token")
+        raise RewardFailed(f"{name}: {MIXED}")
     rows = [np.asarray(verdict) for verdict in verdicts]
     return Jagged(np.concatenate(rows), np.asarray([len(row) for row in rows], np.int64))
 

@@ -34,11 +34,11 @@ from services.engines.agreement import RunToEnd, all_or_none
 from services.engines.base import TrainEngine
 from services.engines.collectives import bytes_of_ranks
 from services.engines.three_d.stage import layouts_of_directory
-from services.models.families import FAMILIES
 from services.weights.copying import Values, copy_values
 from services.weights.packing import WeightPacker, slice_of
 from services.weights.receive import Piece
 from services.weights.wanted import generation_shards
+from settings.families import FAMILIES
 
 ROUND_BYTES = 32 << 20
 """Most bytes that a rank receives in a round, unless buckets would be below LEAST_BUCKET_BYTES."""

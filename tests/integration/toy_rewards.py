@@ -35,3 +35,11 @@ def by_metadata(prompt: str, response: str, ground_truth: str, metadata: Mapping
     if "failure" in metadata:
         raise ValueError(metadata["failure"])
     return float(metadata["number"]) if "number" in metadata else metadata["verdict"]
+
+
+def digit_tokens(
+    prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any], response_tokens: int
+) -> list[float]:
+    """`digit_mean` as scores of tokens, the later ones higher, whose mean it is."""
+    mean = digit_mean(prompt, response, ground_truth, metadata)
+    return [mean * 2 * (token + 1) / (response_tokens + 1) for token in range(response_tokens)]

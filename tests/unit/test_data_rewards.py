@@ -127,7 +127,7 @@ def test_scores_of_tokens_add_up_token_by_token() -> None:
 
 def test_scores_of_tokens_and_of_responses_do_not_mix() -> None:
     reward = reward_of({"a": Group(LENGTH), "b": Group(lambda text: [1.0, 2.0])}, {"all": {"a": 1, "b": 1}})
-    with pytest.raises(RewardFailed, match="the services give a row scores of"):
+    with pytest.raises(RewardFailed, match=r"services\.b gives a response a score for each of 2 tokens"):
         rewards(reward.compute_reward(FutureBatch.of(response=["ab"])))
 
 

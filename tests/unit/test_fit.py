@@ -129,6 +129,34 @@ def test_ranks_that_cannot_divide_the_attention_heads_of_a_row_are_refused(
         check_model_fits("actor", table)
 
 
+@pytest.mark.parametrize(
+    ("keys", "kind", "named"),
+    [
+        (("ranks=2", "engine='3d'", "mesh='1-2-1'"), "mixtral", "engine 3d"),
+        (("ranks=2", "generation_mesh='1-2-1'"), "mixtral", "generation_mesh 1-2-1"),
+        (("ranks=2", "engine='zero'", "generation_mesh='2-1-1'"), "gemma", "generation_mesh 2-1-1"),
+        (("ranks=2", "sequence_parallel=2"), "gpt2", "sequence_parallel 2"),
+        (("ranks=2", "role='rollout'", "mesh='1-2-1'"), "qwen3_moe", "mesh 1-2-1"),
+        (("ranks=2", "sequence_parallel=2"), "gemma", ""),
+        (("ranks=2", "generation_mesh='1-1-2'"), "gemma", ""),
+        (("ranks=2", "role='rollout'", "mesh='1-1-2'"), "gemma", ""),
+        (("ranks=2", "engine='3d'", "mesh='1-2-1'"), "qwen3", ""),
+    ],
+)
+def test_ranks_compute_models_of_some_types_together(
+    keys: tuple[str, ...], kind: str, named: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "services.toml"
+    path.write_text("[services.policy]\nrole = 'actor'\naddress = '127.0.0.1:1'\n")
+    given = (*keys, f"model='{model(tmp_path, SHAPE | {'model_type': kind})}'")
+    table = load_service(path, "policy", tuple(f"services.policy.{key}" for key in given))
+    if not named:
+        check_model_fits("policy", table)
+        return
+    with pytest.raises(ConfigError, match=f"services.policy: {named} is for models .* is of type {kind}"):
+        check_model_fits("policy", table)
+
+
 def test_vllm_is_refused_where_heads_are_too_small(tmp_path: Path) -> None:
     shape = SHAPE | {"head_dim": None, "hidden_size": 96}
     keys = ("rollout_engine='vllm'", f"model='{model(tmp_path, shape)}'")

@@ -23,11 +23,12 @@ from services.compute.splitting import split
 from services.engines.base import OptimizerOptions
 from services.engines.fsdp.engine import FSDPEngine, output_layer
 from services.engines.fsdp.lora import AdapterOptions, LoRAEngine
-from services.models.families import PACKED, load_causal_lm, load_value_model
+from services.models.families import load_causal_lm, load_value_model
 from services.models.loading import load_on_meta
 from services.rollout.base import SamplingOptions
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import row_seeds
+from settings.families import PACKED
 
 CPU = torch.device("cpu")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -27,13 +27,13 @@ from services.engines.base import EngineSetup, OptimizerOptions
 from services.engines.data_parallel import DataParallelEngine
 from services.engines.fully_shard import box, local_part, shard_modules, whole
 from services.engines.implementation import compute_dtype, kept_dtype
-from services.models.families import LLAMA_LIKE, PACKED
 from services.models.loading import Load, load_on_meta, materialize, read_first_values, read_parts
 from services.models.value_model import ValueModel, transformer_of
 from services.models.weights import cast
 from services.runtime.process_groups import own_group
 from services.storage.checkpoint import WeightShard
 from settings import meshes
+from settings.families import LLAMA_LIKE, PACKED
 from settings.model import ModelTable
 
 Output = TypeVar("Output")

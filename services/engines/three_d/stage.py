@@ -33,12 +33,12 @@ from services.engines.three_d.tensor_parallel import (
     fan_out_input,
 )
 from services.models.export import save_config, save_generation_config
-from services.models.families import FAMILIES
 from services.models.value_model import ValueModel
 from services.models.weights import WeightsReader, write_weights
 from services.storage.checkpoint import WeightShard
 from services.storage.layout import Layout, layouts_of, style_of
 from settings import meshes
+from settings.families import FAMILIES
 from settings.fit import read_shape
 
 _BACKBONE = "backbone."
