@@ -34,13 +34,19 @@ class FanOut:
     """
 
     def __init__(self, clients: Sequence[RankClient], epoch: int) -> None:
-        self.clients = clients
+        self.clients = list(clients)
         self._epoch = epoch
         self.service = clients[0].service
         self.state_id = ""
         self._sent = self._known = 0
         self._due: dict[str, float] = {}
         """Deadline of each call without an answer, in the event loop's time, by call id."""
+
+    def renew(self, clients: Sequence[RankClient], epoch: int) -> None:
+        """Goes on with the ranks of the service that was started again: `clients` and `epoch` as of the class. The
+        next call is their first; calls under way belong to the ranks before."""
+        self.clients[:] = clients
+        self._epoch, self._sent, self._known, self.state_id = epoch, 0, 0, ""
 
     def address(self, header: common_pb2.Call, *, beside: bool = False) -> None:
         """Sets sequence number and epoch in `header`, which must be that of the next call passed to `send`. `beside`:

@@ -9,10 +9,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from controller.tracking.contents import time_text
 from rlhf.v1 import worker_pb2
 
 GIT_TIMEOUT_S = 5.0
@@ -31,6 +31,8 @@ class Identity:
         started_unix_ns: Start of the run, Unix time in nanoseconds.
         seed: Seed of the run.
         resumed: One entry for each time that the run was resumed: step, command line, version, commit and time.
+        replaced: One entry for each time that a service was lost and replaced before that: service, step, cause and
+            time.
     """
 
     algorithm: str
@@ -40,6 +42,7 @@ class Identity:
     started_unix_ns: int
     seed: int
     resumed: tuple[Mapping[str, Any], ...] = ()
+    replaced: tuple[Mapping[str, Any], ...] = ()
 
     @staticmethod
     def of(algorithm: str, seed: int, started_unix_ns: int) -> Identity:
@@ -70,12 +73,13 @@ class Identity:
             **kept,
             started_unix_ns=stored["started_unix_ns"],
             resumed=(*(known or stored).get("resumed", ()), entry),
+            replaced=tuple((known or stored).get("replaced", ())),
         )
 
     @property
     def started(self) -> str:
         """Start of the run as text, for example 2026-01-01 12:00:00 UTC."""
-        return datetime.fromtimestamp(self.started_unix_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return time_text(self.started_unix_ns / 1e9)
 
     def as_comment(self) -> str:
         """Returns the identity as comment lines for the top of a TOML file."""
@@ -102,6 +106,7 @@ class Identity:
             "started_unix_ns": self.started_unix_ns,
             "seed": self.seed,
             **({"resumed": list(self.resumed)} if self.resumed else {}),
+            **({"replaced": list(self.replaced)} if self.replaced else {}),
             "services": {
                 name: _platform(said) | ({"began_from": origins[name]} if name in origins else {})
                 for name, said in services.items()

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from controller.config.config import Config
+from controller.role_groups.replacement import LostAgain
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 from settings.service import ENDING_S
 
@@ -24,6 +26,8 @@ EXPLAIN_TIMEOUT_S = 20.0
 """Longest time, in seconds, to wait until the launcher reports a lost service."""
 POLL_S = 0.1
 READY = b"ready\n"
+LOST = "lost: service "
+"""Prefix of the line in which the launcher reports a lost service that it starts again; its name and ": " follow."""
 
 
 class LaunchedServices:
@@ -48,6 +52,7 @@ class LaunchedServices:
         self._command = tied + command
         self._log = log_dir / "launcher.log"
         self._stopped = threading.Event()
+        self._taken: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -81,13 +86,34 @@ class LaunchedServices:
 
         The launcher reports a lost service before it stops the others, so an error that follows from this has its
         cause in the log. A ServiceLost may come before the report: up to `EXPLAIN_TIMEOUT_S` are waited for it. A
-        DeadlineExceeded names a rank that is stuck, from which a report may follow but not the other way round."""
-        if isinstance(error, DeadlineExceeded):
+        DeadlineExceeded names a rank that is stuck, from which a report may follow but not the other way round. A
+        LostAgain has the cause already."""
+        if isinstance(error, DeadlineExceeded | LostAgain):
             return error
         deadline = time.monotonic() + (EXPLAIN_TIMEOUT_S if isinstance(error, ServiceLost) else 0.0)
-        while not (cause := self._cause()) and time.monotonic() < deadline:
+        while not (cause := self._cause() or self._loss()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return ServiceLost(f"{cause}; {error}") if cause else error
+
+    def take_loss(self, service: str) -> str:
+        """Returns why a service was lost that the launcher starts again, the oldest report that was not taken before;
+        empty where there is none."""
+        prefix = f"{LOST}{service}: "
+        losses = [line.removeprefix(prefix) for line in self._lines() if line.startswith(prefix)]
+        taken = self._taken[service]
+        if taken == len(losses):
+            return ""
+        self._taken[service] += 1
+        return losses[taken]
+
+    def has_failed(self) -> bool:
+        """Whether the launcher has ended, or stops all services."""
+        return self._process.poll() is not None or bool(self._cause())
+
+    def _loss(self) -> str:
+        """Returns the last report of a lost service that is started again, where some were not taken."""
+        losses = [line for line in self._lines() if line.startswith(LOST)]
+        return losses[-1].removeprefix("lost: ") if len(losses) > self._taken.total() else ""
 
     def _cause(self) -> str:
         """Returns why the launcher stops or has stopped the services; empty where it does not or has not said why."""
@@ -131,9 +157,12 @@ class LaunchedServices:
         raise DeadlineExceeded(f"the services did not come up within {self._timeout_s:g} s; see {self._log}")
 
     def _first_error(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines(keepends=True)
-        errors = (line for line in lines if line.startswith("error: ") and line.endswith("\n"))
-        return next(errors, "").removeprefix("error: ").rstrip("\n")
+        errors = (line for line in self._lines() if line.startswith("error: "))
+        return next(errors, "").removeprefix("error: ")
+
+    def _lines(self) -> list[str]:
+        """Returns the complete lines of the launcher's log."""
+        return self._log.read_text(errors="replace").split("\n")[:-1]
 
     def _stop(self) -> None:
         if self._process.poll() is None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from client.session import Session, StepContext
-from controller.checkpoints.facts import platform_of
 from controller.checkpoints.journal import Journal, remove_journal
 from controller.checkpoints.limits import Limits, limits_as_json, row_limits
 from controller.checkpoints.saver import Checkpointer
@@ -28,6 +27,7 @@ from controller.recording import recording
 from controller.restoring import Restorer
 from controller.role_groups.admission import with_chosen
 from controller.role_groups.cluster import Cluster, Restoration, SavedState
+from controller.role_groups.platform import platform_of
 from controller.tracking.contents import SUMMARY_FILE
 from controller.tracking.marks import cut_files, mark_files
 from controller.tracking.progress import Progress
@@ -80,7 +80,7 @@ def open_planned(
         if launched:
             opened.enter_context(launched)
         opened.enter_context(explained(launched))
-        cluster = Cluster(config, _session(plan, directory, take_over=take_over))
+        cluster = Cluster(config, _session(plan, directory, take_over=take_over), launcher=launched)
         opened.callback(cluster.close)
         plan = _connect(plan, cluster, directory, progress, keep_weights=keep_weights)
         cluster.fill_receivers()
@@ -96,6 +96,7 @@ def open_planned(
         known = plan.identity.with_services(cluster.descriptions, cluster.origins)
         record = recording(plan, config, cluster, directory, progress, known, endpoint)
         recorder = opened.enter_context(record)
+        cluster.on_replaced = recorder.replaced
         saver = _checkpointer(plan, config, cluster, recorder, known, limits, termination or Termination())
         if saver:
             opened.callback(saver.close)

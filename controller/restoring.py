@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from controller.checkpoints.facts import check_dtypes, check_platform, dtypes_of, platform_of
+from controller.checkpoints.facts import check_dtypes, check_platform, dtypes_of
 from controller.checkpoints.limits import row_limits
 from controller.checkpoints.resume_point import ResumePoint
 from controller.plan import Plan
 from controller.role_groups.cluster import Restoration, SavedState
 from controller.role_groups.discovery import reads_tokens
+from controller.role_groups.platform import platform_of
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
 

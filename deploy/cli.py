@@ -100,7 +100,8 @@ def up(
     """Start the services of CONFIG, and watch them until Ctrl-C.
 
     Prints `ready` when all are healthy. Where CONFIG has several hosts, start the ranks of one of them, and run the
-    same command on each of the others. When a service ends, the others are stopped and the exit code is 1.
+    same command on each of the others. When a service ends, the others are stopped and the exit code is 1; a reward
+    that does not learn is started again.
     """
     loaded = _load(config, settings)
     host = HostPlan.of(loaded, service_names(loaded, only), host).host

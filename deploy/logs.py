@@ -18,7 +18,7 @@ _TAIL_BYTES = 64 * 1024
 _LINE_LIMIT = 400
 
 
-def explain_exit(ended: Mapping[int, int], ranks: int, log: Path) -> str:
+def explain_exit(ended: Mapping[int, int], ranks: int, log: Path, since: int = 0) -> str:
     """Returns one line on why a service ended. Where no signal killed a rank and the end of the log has a line that
     begins with `FATAL`, this is the first such line, without the prefix. Else it says how one rank ended: a killed
     one, or else one with an exit code other than 0, or else any.
@@ -27,8 +27,9 @@ def explain_exit(ended: Mapping[int, int], ranks: int, log: Path) -> str:
         ended: Exit codes, as of `subprocess`, by rank, of the ranks that have ended, at least one.
         ranks: Number of ranks.
         log: Log of the service, NAME.log.
+        since: Size of the log, in bytes, when these ranks were started.
     """
-    lines = _tail(log)
+    lines = _tail(log, since)
     # A rank that a signal killed logs nothing, and its peers only log that it is gone.
     killed = [rank for rank, code in ended.items() if code < 0]
     fatal = [line for line in lines if line.startswith(FATAL)]
@@ -43,10 +44,11 @@ def explain_exit(ended: Mapping[int, int], ranks: int, log: Path) -> str:
     )
 
 
-def evidence(log: Path) -> str:
+def evidence(log: Path, since: int = 0) -> str:
     """Returns the text `: LAST LINE (log: PATH)`, with the last line of the log that is not empty, cut to `_LINE_LIMIT`
-    characters; ` (log: PATH)` where the log has no such line. Raises OSError where the log cannot be read."""
-    return _evidence(_tail(log), log)
+    characters; ` (log: PATH)` where the log has no such line after its first `since` bytes. Raises OSError where the
+    log cannot be read."""
+    return _evidence(_tail(log, since), log)
 
 
 def read_lines(logs: Sequence[Path], follow: bool) -> Iterator[tuple[Path, str]]:
@@ -120,9 +122,9 @@ def _evidence(lines: list[str], log: Path) -> str:
     return f"{last} (log: {log})"
 
 
-def _tail(log: Path) -> list[str]:
+def _tail(log: Path, since: int) -> list[str]:
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        file.seek(max(since, log.stat().st_size - _TAIL_BYTES))
         return [line.strip() for line in file.read().decode(errors="replace").splitlines()]
 
 

@@ -6,11 +6,8 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
-
-import psutil
 
 from controller.config.config import Config
 from deploy import preflight, processes, with_parent
@@ -21,39 +18,21 @@ from deploy.hosts import HostPlan, check_stores, store_address, store_listens_on
 from deploy.launch import Job, LaunchOptions, environment
 from deploy.logs import evidence, explain_exit
 from deploy.peers import PeerWatch
+from deploy.service import StartedService
 from deploy.state import Deployment
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 from rlhf.rendezvous import RANK_0, LocalRendezvous, rank_environment
 from settings.service import ServiceTable
 
-
-@dataclass
-class _Service:
-    """A started service.
-
-    Attributes:
-        ranks: Its ranks on this host.
-        processes: Their processes, in order.
-        rendezvous: Where they meet; None for ranks on several hosts.
-        peers: Watch of the ranks on other hosts; None where there are none.
-    """
-
-    name: str
-    table: ServiceTable
-    ranks: range
-    processes: list[subprocess.Popen[bytes]]
-    rendezvous: LocalRendezvous | None
-    peers: PeerWatch | None
-    probe: Probe
-    log: Path
-    started: float = field(default_factory=time.monotonic)
-    healthy: bool = False
+LOST = "lost: "
+"""Prefix of the line that says why a service was lost that is started again."""
 
 
 class Supervisor:
     """Starts, watches and stops the services of one deployment, on this host.
 
-    The ranks of a service are child processes of this one; when one of them ends, the service is lost.
+    The ranks of a service are child processes of this one; when one of them ends, the service is lost: it is started
+    again, where its table allows that, or else all are stopped.
 
     As a context manager it stops, on the way out, every process it started. Use it from the main thread: the
     ranks are told to end when the thread that started them ends, should this process be killed.
@@ -86,7 +65,7 @@ class Supervisor:
         self._launcher = launcher or LaunchOptions()
         self._say = say
         self._log_dir = Path(deployment.log_dir)
-        self._services: list[_Service] = []
+        self._services: list[StartedService] = []
         self._gpus: dict[str, tuple[str, ...]] = {}
 
     def __enter__(self) -> Supervisor:
@@ -116,23 +95,27 @@ class Supervisor:
 
     def poll(self) -> bool:
         """Returns, without blocking, whether all services are healthy: each has answered a health check with SERVING
-        once. A service that was healthy is then only watched for ranks that end, and for those on other hosts that no
-        longer answer.
+        once since it was started. A service that was healthy is then only watched for ranks that end, and for those on
+        other hosts that no longer answer. One that is lost, and may be (`StartedService.may_restart`), is started
+        again, and a line says why it was lost.
 
         Raises:
-            ServiceLost: A rank of a service has ended, or does not answer; the text names the service and the cause.
+            ServiceLost: A rank of another service has ended, or does not answer; the text names the service and the
+                cause.
             DeadlineExceeded: A service is not healthy within its `startup_timeout_s`.
         """
         for service in self._services:
-            codes = {
-                rank: process.poll() for rank, process in zip(service.ranks, service.processes, strict=True)
-            }
-            ended = {rank: code for rank, code in codes.items() if code is not None}
-            if ended:
-                cause = explain_exit(ended, service.table.ranks, service.log)
-                raise ServiceLost(f"service {service.name}: {cause}")
+            if service.restart is None and (ended := service.exit_codes()):
+                cause = explain_exit(ended, service.table.ranks, service.log, service.log_bytes)
+                if not service.may_restart():
+                    raise ServiceLost(f"service {service.name}: {cause}")
+                self._say(f"{LOST}service {service.name}: {cause}")
+                service.begin_restart(self._deployment.id, self._launcher.grace_s)
         for service in self._services:
-            if not service.healthy:
+            if service.restart:
+                if service.restart.is_due():
+                    self._start_again(service)
+            elif not service.healthy:
                 self._look_for_health(service)
             elif service.peers:
                 service.peers.poll()
@@ -145,46 +128,55 @@ class Supervisor:
         Raises:
             RlhfError: A process outlives SIGKILL.
         """
-        ranks = [process for service in self._services for process in service.processes]
-        started = [psutil.Process(process.pid) for process in ranks if process.poll() is None]
+        started = [process for service in self._services for process in service.living()]
         processes.stop(self._deployment.id, self._launcher.grace_s, started)
-        for process in ranks:
-            process.wait(processes.KILL_TIMEOUT_S)
         for service in self._services:
-            if service.rendezvous:
-                service.rendezvous.close()
-            if service.peers:
-                service.peers.close()
-            service.probe.close()
+            for process in service.processes:
+                process.wait(processes.KILL_TIMEOUT_S)
+            service.close()
         self._services.clear()
 
     def _start(self, name: str) -> None:
         table = self._config.services[name]
-        job = Job(
-            name=name,
-            role=table.role,
-            table=table,
-            config=Path(self._deployment.config),
-            settings=self._deployment.settings,
-        )
-        log = self._log_dir / f"{name}.log"
         ranks, spans = self._plan.ranks(name), self._plan.spans(name)
         peers = PeerWatch(name, table.address, self._plan.first_ranks_elsewhere(name)) if spans else None
         local = None if spans else LocalRendezvous()
-        service = _Service(name, table, ranks, [], local, peers, Probe(table.address), log)
+        log = self._log_dir / f"{name}.log"
+        service = StartedService(name, table, ranks, [], local, peers, Probe(table.address), log)
         # Registered before its first rank starts, so that `stop` ends every rank that has started.
         self._services.append(service)
+        self._start_ranks(service)
+
+    def _start_again(self, service: StartedService) -> None:
+        """Starts all ranks of a service whose processes have ended, which continue its log."""
+        for process in service.processes:
+            process.wait(processes.KILL_TIMEOUT_S)
+        assert service.rendezvous is not None, "a service over several hosts is not started again"
+        service.rendezvous.close()
+        service.rendezvous, service.restart = LocalRendezvous(), None
+        service.processes.clear()
+        service.log_bytes = service.log.stat().st_size
+        service.started = time.monotonic()
+        self._start_ranks(service, again=True)
+
+    def _start_ranks(self, service: StartedService, *, again: bool = False) -> None:
+        """Starts the ranks of a service on this host. `again`: whether they continue its log."""
+        name, table, local = service.name, service.table, service.rendezvous
+        job = Job(name, table.role, table, Path(self._deployment.config), self._deployment.settings)
         gpus = self._gpus.get(name, ())
-        common = {**environment(table, self._deployment.id), **gpu_variables(gpus, os.environ)}
-        with self._open(log) as sink:
-            for rank in ranks:
+        variables = {**environment(table, self._deployment.id), **gpu_variables(gpus, os.environ)}
+        common = {**variables, processes.SERVICE_MARK: name}
+        with self._open(service.log, again=again) as sink:
+            for rank in service.ranks:
                 place = (
                     local.path if local else f"{RANK_0}{(store_address if rank else store_listens_on)(table)}"
                 )
-                own = rank_environment(rank, table.ranks, place, ranks, self._plan.number(name))
+                own = rank_environment(rank, table.ranks, place, service.ranks, self._plan.number(name))
                 service.processes.append(self._start_rank(job, {**common, **own}, sink))
         where = f", GPUs {', '.join(gpus)}" if gpus else ""
-        self._say(f"{name}: started, {_ranks(table, ranks)} at {table.address}{where}, log {log}")
+        self._say(
+            f"{name}: started, {_ranks(table, service.ranks)} at {table.address}{where}, log {service.log}"
+        )
 
     def _start_rank(self, job: Job, variables: dict[str, str], sink: BinaryIO) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -197,23 +189,23 @@ class Supervisor:
             start_new_session=True,
         )
 
-    def _open(self, log: Path) -> BinaryIO:
+    def _open(self, log: Path, *, again: bool) -> BinaryIO:
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
-            return log.open("wb")
+            return log.open("ab") if again else log.open("wb")
         except OSError as error:
             raise RlhfError(f"log {log}: {error.strerror}") from None
 
-    def _look_for_health(self, service: _Service) -> None:
+    def _look_for_health(self, service: StartedService) -> None:
         waited = time.monotonic() - service.started
         if service.probe.serving():
-            service.healthy = True
+            service.note_health()
             self._say(f"{service.name}: healthy after {waited:.1f} s")
         elif waited > service.table.startup_timeout_s:
             reason = f" ({service.probe.reason})" if service.probe.reason else ""
             raise DeadlineExceeded(
                 f"service {service.name}: not healthy after {service.table.startup_timeout_s:g} s{reason}"
-                f"{evidence(service.log)}"
+                f"{evidence(service.log, service.log_bytes)}"
             )
 
 

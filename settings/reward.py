@@ -102,6 +102,11 @@ class RewardTable(ServiceTable):
     optimizer: OptimizerTable | None = None
     """For kind model: optimizer of a model that learns (`--algo reward_model`); `model` may then also be a causal
     language model, whose backbone training starts from. Not given: the model only scores."""
+    restarts: int = Field(default=3, ge=0)
+    """Number of times that a call is sent again whose service was lost with it: killed, crashed, out of memory, moved.
+    --launch and rlhf-deploy start the service again, and the run waits for it and goes on in the same step, with the
+    same results (docs/checkpoints.md). 0: a lost service ends the run, or has it restarted from its checkpoint, and so
+    does one that learns."""
     sandbox: SandboxTable = SandboxTable()
     """For kind sandbox: limits of the programs."""
     judge: JudgeTable = JudgeTable()
@@ -124,6 +129,11 @@ class RewardTable(ServiceTable):
     def has_engine(self) -> bool:
         """Whether a training engine has the model: it is sharded, or it learns."""
         return self.kind == "model" and (self.sharded or self.optimizer is not None)
+
+    @property
+    def allowed_restarts(self) -> int:
+        """`restarts` for a reward that does not learn, else 0."""
+        return 0 if self.keeps_state else self.restarts
 
     @property
     def engine_specs(self) -> dict[str, Spec]:

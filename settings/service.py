@@ -138,6 +138,12 @@ class ServiceTable(Strict):
         return getattr(self, "optimizer", None) is not None
 
     @property
+    def allowed_restarts(self) -> int:
+        """Number of times that a call of a run may be sent again after the service was lost with it and was started
+        again; here 0: the service may hold state of the run."""
+        return 0
+
+    @property
     def engine_specs(self) -> dict[str, Spec]:
         """Specs of the engines that the service needs, by the key that names each; here none."""
         return {}

@@ -12,7 +12,6 @@ from controller.config.config import Config
 from controller.data.prompts import PromptData, TextData
 from controller.role_groups.admission import WHERE_IT_RUNS, differences, shown
 from rlhf.errors import ConfigError
-from rlhf.v1 import worker_pb2
 from settings.memory.services import computed_dtype
 
 MAY_DIFFER = frozenset(
@@ -102,29 +101,6 @@ def contents_of(
     models = {name: table.model_directory for name, table in config.services.items()}
     cached = {path: model_fingerprint(path) for path in models.values() if path is not None}
     return found | {f"services.{name}.model": cached[path] for name, path in models.items() if path}
-
-
-def platform_of(services: Mapping[str, worker_pb2.DescribeResponse]) -> dict[str, dict[str, Any]]:
-    """Returns the properties of each service, by name, that determine its results bitwise, apart from its config."""
-    return {
-        name: {
-            "ranks": len(said.ranks),
-            "mesh": _mesh(said.mesh),
-            "device": said.ranks[0].device.partition(":")[0] if said.ranks else "",
-            "engine": said.engine,
-            "threads": said.threads,
-            "matmul": said.matmul,
-            "kernels": said.kernels,
-            "cpu": said.cpu,
-            "cpu_capability": said.cpu_capability,
-            "gpu": said.gpu,
-            "torch": said.torch,
-            "libraries": dict(said.libraries),
-            "version": said.version,
-            "vocabulary": said.vocabulary_hash,
-        }
-        for name, said in services.items()
-    }
 
 
 def check_config(before: Mapping[str, Any], now: Mapping[str, Any], *, elsewhere: bool) -> None:
@@ -249,8 +225,3 @@ def _hint(elsewhere: bool, found: list[tuple[str, Any, Any]]) -> str:
 
 def _is_of_a_service(key: str) -> bool:
     return key.startswith("services.") and not key.endswith(".vocabulary")
-
-
-def _mesh(mesh: worker_pb2.MeshShape) -> str:
-    sizes = (mesh.pipeline, mesh.tensor, mesh.data, mesh.generation_pipeline, mesh.generation_tensor)
-    return "-".join(map(str, sizes)) + ("-usual" if mesh.usual_order else "")

@@ -14,6 +14,7 @@ from client.rank import RankClient
 from client.session import Session
 from controller.config.config import Config
 from controller.role_groups.group import RoleGroup
+from controller.role_groups.platform import platform_of
 from nccl_transfer.transports import host_id
 from rlhf.errors import ConfigError, Refused
 from rlhf.v1 import worker_pb2
@@ -24,7 +25,10 @@ GONE_WITHIN_S = 15.0
 keep such a session."""
 POLL_S = 0.2
 WHERE_IT_RUNS = frozenset(
-    {"role", "address", "bind_host", "advertise_host", "external", "pool", "startup_timeout_s", "ranks"}
+    {
+        *("role", "address", "bind_host", "advertise_host", "external", "pool"),
+        *("startup_timeout_s", "ranks", "restarts"),
+    }
 )
 """Keys of a service's table that say where and how it is started and found, and do not change its results; they may
 differ. The role, which may be named in two ways, and the number of ranks are compared with those of the running ranks
@@ -36,24 +40,55 @@ Describe = Callable[[RankClient], Awaitable[worker_pb2.DescribeResponse]]
 """Function that calls Describe on a rank and returns the response."""
 
 
-def check_tables(groups: Mapping[str, RoleGroup], tables: Mapping[str, ServiceTable]) -> None:
+def check_tables(
+    services: Mapping[str, worker_pb2.DescribeResponse], tables: Mapping[str, ServiceTable]
+) -> None:
     """Checks that the services were started with the tables of the config, except for keys in `WHERE_IT_RUNS`. A
     service that does not report its table passes.
 
     Args:
-        groups: Groups of the services, by name.
+        services: Responses of the services to Describe, by name.
         tables: Tables of the config, by name.
 
     Raises:
         ConfigError: A table differs; the text has the keys and both values.
     """
-    for name, group in groups.items():
-        differences = differing_keys(tables[name], group.description)
+    for name, description in services.items():
+        differences = differing_keys(tables[name], description)
         if differences:
             raise ConfigError(
                 f"services.{name}: the service at {tables[name].address} was started with another config: "
                 f"{'; '.join(differences)}. Start it again with this config, or leave the settings as they are there"
             )
+
+
+def check_same(
+    name: str,
+    table: ServiceTable,
+    before: worker_pb2.DescribeResponse,
+    now: worker_pb2.DescribeResponse,
+) -> None:
+    """Checks that a service that was started again gives the same results, bit for bit, as before.
+
+    Args:
+        name, table: Its name and its table.
+        before, now: Its responses to Describe.
+
+    Raises:
+        ConfigError: It takes rows of another form, or, where it computes with torch, runs on another platform (see
+            `platform_of`); the text has both values.
+    """
+    there, here = (
+        {"input_form": said.input_form, "scores_groups": said.scores_groups} for said in (before, now)
+    )
+    if table.needs_torch:
+        there, here = there | platform_of({name: before})[name], here | platform_of({name: now})[name]
+    if found := differences(there, here):
+        changed = "; ".join(f"{key} was {shown(old)} and is {shown(new)}" for key, old, new in found)
+        raise ConfigError(
+            f"services.{name}: the service that was started again at {table.address} is not the one before: {changed}. "
+            "Results would not be bitwise equal"
+        )
 
 
 def with_chosen(config: Config, services: Mapping[str, worker_pb2.DescribeResponse]) -> Config:

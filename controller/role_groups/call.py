@@ -18,6 +18,7 @@ from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import awaited
 from controller.role_groups.placement import Place
+from controller.role_groups.replacement import Replacement
 from controller.role_groups.requests import BatchPart, cut, local_bytes, serialized, share_columns
 from nccl_transfer.refs.batch import Batch, LocalColumn
 from nccl_transfer.refs.mesh import Mesh
@@ -26,16 +27,17 @@ from nccl_transfer.refs.protocols import TransferProtocol, WholeGroups, get_prot
 from nccl_transfer.refs.remote_column import RemoteColumn
 from nccl_transfer.refs.shards import Endpoint
 from rlhf.contract import Method
-from rlhf.errors import DeadlineExceeded
+from rlhf.errors import DeadlineExceeded, RlhfError
 from rlhf.v1 import common_pb2, worker_pb2
 
 LENGTHS_OF = ("prompt_ids", "response_ids")
 """Names of the columns whose lengths are those of sequences."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Callee:
     """The receiver of the calls of a role group: the ranks of its service, and what is needed to call them.
+    Description and endpoints change where the service is started again.
 
     Attributes:
         name: Name of the role group, that of its service or of its second role.
@@ -121,6 +123,7 @@ class GroupCall:
         first_row: Number of its first row among those of all chunks; see `RoleGroup.call`.
         within: Columns of a later call whose rows include the rows of this call. Each row then goes to the ranks that
             the later call will send it to. Default: the rows are distributed on their own.
+        replacement: Replacement of the service, where one that is lost is replaced. Default: it is not.
     """
 
     callee: Callee
@@ -134,6 +137,7 @@ class GroupCall:
     first_row: int = 0
     beside: bool = False
     within: FutureBatch | None = None
+    replacement: Replacement | None = None
 
     async def run(self, running: dict[str, RunningCall]) -> tuple[Batch, CallRecord]:
         """Executes the call: waits for its inputs and its place, sends the requests and waits for the responses.
@@ -148,21 +152,49 @@ class GroupCall:
             RlhfError: A rank failed or did not respond in time, or the call waited longer than `place.patience_s` for
                 its inputs and its place, before it was sent.
         """
-        call_id, ranks = self.header.call_id, self.callee.ranks
         try:
-            distribution, parts = await self._turn()
-            ranks.address(self.header, beside=self.beside)
-            requests = self._requests(parts, distribution.numbers)
-            running[call_id] = RunningCall(self.method.name, self.step.number)
-            started = self.callee.session.now()
-            timeout_s = self.callee.session.time_of(self.method.snake_name)
+            if self.replacement is None:
+                return await self._answered(running, *await self._turn())
+            return await self._answered_at_last(running, self.replacement)
+        finally:
+            self.place.leave()
+
+    async def _answered_at_last(
+        self, running: dict[str, RunningCall], replacement: Replacement
+    ) -> tuple[Batch, CallRecord]:
+        """Executes the call, and sends it again where its service is lost and replaced. Returns and raises as `run`; it
+        raises LostAgain where the service is lost too often."""
+        losses = 0
+        while True:
+            turn = await self._turn()
+            await replacement.ready()
+            number = replacement.number
+            try:
+                return await self._answered(running, *turn)
+            except RlhfError as error:
+                losses += 1
+                self.place.was_lost()
+                name, step = self.method.snake_name, self.step
+                if await replacement.after(error, name, step.number, number, losses):
+                    step.note(f"restarts/{self.callee.name}", 1)
+
+    async def _answered(
+        self, running: dict[str, RunningCall], distribution: RowDistribution, parts: Sequence[BatchPart]
+    ) -> tuple[Batch, CallRecord]:
+        """Sends the requests and waits for the responses; the rest as of `run`."""
+        call_id, ranks = self.header.call_id, self.callee.ranks
+        ranks.address(self.header, beside=self.beside)
+        requests = self._requests(parts, distribution.numbers)
+        running[call_id] = RunningCall(self.method.name, self.step.number)
+        started = self.callee.session.now()
+        timeout_s = self.callee.session.time_of(self.method.snake_name)
+        try:
             responses = await ranks.send(
                 self.method, call_id, requests, timeout_s, self.place.was_sent, beside=self.beside
             )
-            return self._collected(distribution, parts, responses), self._record(responses, started)
         finally:
             running.pop(call_id, None)
-            self.place.leave()
+        return self._collected(distribution, parts, responses), self._record(responses, started)
 
     @property
     def _protocol(self) -> TransferProtocol:

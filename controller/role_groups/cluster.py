@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +26,15 @@ from controller.role_groups.device_check import check_devices
 from controller.role_groups.device_meter import DeviceMeter, DeviceUse
 from controller.role_groups.discovery import Discovery, check_vocabularies, reads_tokens
 from controller.role_groups.futures import results
-from controller.role_groups.group import RoleGroup
+from controller.role_groups.group import INTRODUCE_S, RoleGroup
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Placement
+from controller.role_groups.rejoining import clients_of, find_again, introduce, replacement_of
+from controller.role_groups.replacement import Launcher, Replaced, Replacement
 from controller.role_groups.residency import residency_of
 from controller.role_groups.roles import group_type
 from controller.role_groups.watch import StatusWatch
 from controller.role_groups.weights import sync_weights
-from rlhf.access import Access
 from rlhf.contract import role_methods
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import worker_pb2
@@ -83,19 +85,26 @@ class Cluster:
         config: Configuration of the run.
         session: Session of the run.
         loop: Event loop that the clients run on. Default: a new one.
+        launcher: Launcher of the services. Default: they were started before the run.
 
     Attributes:
         groups: Role group of each service of the config, by name; empty before `connect`.
         origins: Origin of the weights of each service that has weights, as text, by name.
         session: Session of the run.
+        on_replaced: Function that is called, on the thread of the event loop, with each service that was lost and
+            replaced. Default: does nothing.
     """
 
-    def __init__(self, config: Config, session: Session, loop: Loop | None = None) -> None:
+    def __init__(
+        self, config: Config, session: Session, loop: Loop | None = None, launcher: Launcher | None = None
+    ) -> None:
         self.config = config
         self.session = session
         self.groups: dict[str, RoleGroup] = {}
         self.origins: dict[str, str] = {}
+        self.on_replaced: Callable[[Replaced], None] = lambda replaced: None
         self._also_served: dict[str, RoleGroup] = {}
+        self._launcher = launcher
         self._loop = loop or Loop()
         self._meter = DeviceMeter(session.now)
         self._placement = Placement(residency_of(config), self._meter)
@@ -135,7 +144,7 @@ class Cluster:
         """
         self._loop.run(self._connect(say), self.config.run.connect_timeout_s + CLOSE_S)
         ours = self._ours
-        check_tables(ours, self.config.services)
+        check_tables({name: group.description for name, group in ours.items()}, self.config.services)
         admit(self.descriptions)
         for line in sharing_lines(ours):
             say(line)
@@ -155,24 +164,23 @@ class Cluster:
                 self.origins[name] = origin(record.responses[0], keeps_weights=kept[name])
         held = {name: id for name, id in self.state_ids().items() if name in restoration.names}
         self._load(restoration.choose(held))
-        _introduce(self.session, list(ours.values()))
+        self._loop.run(introduce(list(ours.values())), INTRODUCE_S + CLOSE_S)
+        for name in self.groups.keys() - moving:
+            self.groups[name].replacement = self._replacement(name, say)
 
-    def reconnect(self, name: str) -> RoleGroup:
+    def reconnect(self, name: str) -> None:
         """Connects to service `name`, which was restarted and has no state of the run, begins the session on it, and
-        introduces it to the ranks of all others; raises as `connect`. Returns its new role group, which is in `groups`
-        from now on. Raises InvalidRequest if the restart has lost state of the run."""
-        table, old = self.config.services[name], self.group(name)
-        if table.keeps_state:
+        introduces it to the ranks of all others; its role group calls the new ranks from now on. Raises as `connect`,
+        and InvalidRequest if the restart has lost state of the run."""
+        if self.config.services[self.group(name).name].keeps_state:
             raise InvalidRequest(
                 f"services.{name}: its state is lost with its processes; resume the run instead"
             )
-        found = self._loop.run(self._found_again(old), self.config.run.connect_timeout_s + CLOSE_S)
-        check_tables({name: found}, self.config.services)
-        check_devices(self.config, self.descriptions | {name: found.description})
-        results(found.begin_session(keep_weights=False).calls)
-        self.groups[name] = found
-        _introduce(self.session, list(self._ours.values()))
-        return found
+        connect_s = self.config.run.connect_timeout_s
+        found = find_again(self.config, self.groups, name, self._watch, time.monotonic() + connect_s)
+        self._loop.run(found, connect_s + CLOSE_S)
+        results(self.groups[name].begin_session(keep_weights=False).calls)
+        self._loop.run(introduce(list(self._ours.values())), INTRODUCE_S + CLOSE_S)
 
     def fill_receivers(self) -> None:
         """Moves the weights of what learns to the services that compute with them (`Config.receivers`), as far as these
@@ -281,15 +289,9 @@ class Cluster:
         for group in self._ours.values():
             self._watch.begin(group.clients)
 
-    async def _found_again(self, old: RoleGroup) -> RoleGroup:
-        """Returns a new group of a restarted service, with clients of its own, and closes those of the old one."""
-        name = old.name
-        alone = self.config.model_copy(update={"services": {name: self.config.services[name]}})
-        found = self._group(name, (await Discovery(alone, lambda line: None).find_all())[name])
-        self._watch.end([name])
-        self._watch.begin(found.clients)
-        await asyncio.gather(*(client.close() for client in old.clients))
-        return found
+    def _replacement(self, name: str, say: Callable[[str], None]) -> Replacement | None:
+        parts = self.config, self.groups, name, self._watch, say, lambda replaced: self.on_replaced(replaced)
+        return replacement_of(*parts, self._launcher)
 
     def _group(self, name: str, description: worker_pb2.DescribeResponse) -> RoleGroup:
         of_what_learns = self.config.services[name].keeps_state or name in self.config.valuers.values()
@@ -300,7 +302,7 @@ class Cluster:
         )
 
     def _fan_out(self, name: str, description: worker_pb2.DescribeResponse) -> FanOut:
-        return FanOut(_clients(name, description, self.session.name), description.epoch)
+        return FanOut(clients_of(name, description, self.session.name), description.epoch)
 
     def _second_role(self, role: str, host: str) -> RoleGroup:
         """Makes the group of a second role that the ranks of service `host` serve in addition to their own.
@@ -330,30 +332,6 @@ class Cluster:
 
 async def _describe(client: RankClient) -> worker_pb2.DescribeResponse:
     return await client.reach(WORKER["Describe"], worker_pb2.DescribeRequest(brief=True), CLOSE_S)
-
-
-def _clients(name: str, description: worker_pb2.DescribeResponse, session: str) -> list[RankClient]:
-    """Returns a client of each rank of a service, in rank order."""
-    is_ours = bool(description.epoch)
-    return [
-        RankClient(
-            name,
-            rank,
-            info.endpoint.address,
-            is_ours=is_ours,
-            access=Access.ADMINISTER if is_ours else Access.CALL,
-            session=session if description.dispatches else "",
-        )
-        for rank, info in enumerate(description.ranks)
-    ]
-
-
-def _introduce(session: Session, groups: Sequence[RoleGroup]) -> None:
-    """Sends the endpoints of all ranks to every rank (Introduce), and waits for it; ranks connect only to endpoints
-    that they were sent."""
-    endpoints = [rank.endpoint for group in groups for rank in group.description.ranks]
-    request = worker_pb2.IntroduceRequest(session=session.name, endpoints=endpoints).SerializeToString()
-    results([group.introduce(request) for group in groups])
 
 
 def spare_garbage_collector() -> None:

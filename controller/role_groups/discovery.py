@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import grpc
 import grpc.aio
 
+from client.outage import is_break
 from client.rank import WORKER, RankClient
 from controller.config.config import Config
 from rlhf.errors import ConfigError, DeadlineExceeded, NotAuthenticated, RlhfError, ServiceLost
@@ -72,14 +73,29 @@ class Discovery:
             )
         return {name: find.result() for name, find in finds.items()}
 
+    async def find_again(self, name: str, deadline: float, ended: int = 0) -> worker_pb2.DescribeResponse:
+        """Waits until one service responds to Describe that was lost, and returns its description.
+
+        Args:
+            name: Name of the service.
+            deadline: Latest time, in seconds of `time.monotonic`.
+            ended: Epoch that has ended; a response of this epoch counts as none. Default: none has.
+
+        Raises:
+            ServiceLost: The service does not respond until `deadline`.
+            ConfigError: The service is not the one that the config describes.
+        """
+        return await self._find(name, deadline, ended)
+
     def _named(self, name: str) -> str:
         return f"services.{name} ({self._config.services[name].address})"
 
-    async def _find(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
+    async def _find(self, name: str, deadline: float, ended: int = 0) -> worker_pb2.DescribeResponse:
         """Waits for the description of a service, checks role, ranks and limits against the config, and returns it.
-        Raises ConfigError where they differ, and ServiceLost at `deadline`, in seconds of `time.monotonic`."""
+        Raises ConfigError where they differ, and ServiceLost at `deadline`, in seconds of `time.monotonic`. `ended`: as
+        of `find_again`."""
         table = self._config.services[name]
-        description = await self._describe(name, deadline)
+        description = await self._describe(name, deadline, ended)
         if description.role != find_role(table.role).name:
             raise ConfigError(
                 f"services.{name}.address: {table.address} is the {description.role} service "
@@ -104,31 +120,36 @@ class Discovery:
         description.role = table.role
         return description
 
-    async def _describe(self, name: str, deadline: float) -> worker_pb2.DescribeResponse:
+    async def _describe(self, name: str, deadline: float, ended: int) -> worker_pb2.DescribeResponse:
         """Calls Describe on rank 0 of a service until it responds, and returns the response. A reward server without
-        this method, or that tells no ranks, gets the description that `_foreign_reward` makes. Raises ServiceLost at
-        `deadline`, and ConfigError where the address is that of no service of this cluster."""
+        this method, or that tells no ranks, gets the description that `_foreign_reward` makes. `ended`: as of
+        `find_again`. Raises ServiceLost at `deadline`, and ConfigError where the address is that of no service of this
+        cluster."""
         table = self._config.services[name]
         client = RankClient(name, 0, table.address)
         try:
             while True:
-                remaining_s = max(deadline - time.monotonic(), RETRY_S)
+                remaining_s, why = max(deadline - time.monotonic(), RETRY_S), ""
                 try:
                     answer = await client.call(WORKER["Describe"], worker_pb2.DescribeRequest(), remaining_s)
                     if answer.role == "reward" and not answer.ranks:
                         return _foreign_reward(name, table.address, answer)
-                    return answer
+                    if not ended or answer.epoch != ended:
+                        return answer
+                    why = ": rank 0 was not started again"
                 except (ServiceLost, DeadlineExceeded) as error:
-                    if time.monotonic() + RETRY_S > deadline:
-                        raise ServiceLost(f"{self._named(name)}{_connection_failure(error)}") from error
+                    why = _connection_failure(error)
                 except NotAuthenticated:
                     raise
                 except RlhfError as error:
                     if _is_unimplemented(error) and table.role == "reward":
                         return _foreign_reward(name, table.address, worker_pb2.DescribeResponse())
-                    raise ConfigError(
-                        f"services.{name}.address: {table.address} is no service of this cluster: {error}"
-                    ) from error
+                    if not _has_broken(error):
+                        raise ConfigError(
+                            f"services.{name}.address: {table.address} is no service of this cluster: {error}"
+                        ) from error
+                if time.monotonic() + RETRY_S > deadline:
+                    raise ServiceLost(f"{self._named(name)}{why}")
                 await asyncio.sleep(RETRY_S)
         finally:
             await client.close()
@@ -164,6 +185,11 @@ def _connection_failure(error: RlhfError) -> str:
         return ""
     reason = re.sub(r".*ipv[46]:\S+: ", "", cause.details() or "")
     return ": " + reason.removeprefix("Failed to connect to remote host: ")
+
+
+def _has_broken(error: RlhfError) -> bool:
+    """Whether a call failed because its connection broke, as it does where the process ends."""
+    return isinstance(error.__cause__, grpc.RpcError) and is_break(error.__cause__)
 
 
 def _is_unimplemented(error: RlhfError) -> bool:

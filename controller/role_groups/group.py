@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from client.fanout import FanOut
-from client.rank import WORKER
+from client.rank import WORKER, RankClient
 from client.session import AFTER_UPDATES, Session, StepContext
 from controller.role_groups.call import Callee, GroupCall, RunningCall
 from controller.role_groups.chunked_call import batch_of, first_rows, is_row_wise
@@ -23,9 +23,10 @@ from controller.role_groups.futures import Promise, lateness_of, pass_on, resolv
 from controller.role_groups.joint_calls import SYNC, JointCalls, JointPlaces, in_places
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Place, Placement
+from controller.role_groups.replacement import Replacement, is_loss
 from nccl_transfer.refs.wire_ranks import endpoint_from_proto, mesh_from_proto
 from rlhf.contract import Method, group_methods
-from rlhf.errors import InvalidRequest
+from rlhf.errors import InvalidRequest, RlhfError
 from rlhf.v1 import common_pb2, worker_pb2
 
 G = TypeVar("G", bound="CallingGroup")
@@ -55,6 +56,7 @@ class CallingGroup:
 
     Attributes:
         running: Running calls, by call id.
+        replacement: Has calls sent again whose service is lost. None: they fail.
     """
 
     def __init__(
@@ -77,9 +79,9 @@ class CallingGroup:
         self.mesh = mesh_from_proto(description.mesh)
         self.session = session
         self.running: dict[str, RunningCall] = {}
+        self.replacement: Replacement | None = None
         self._devices = devices
-        self._placement = placement
-        self._loop = loop
+        self._placement, self._loop = placement, loop
         self._settled: Future[None] = resolved(None)
         """Resolved when the last call without rows has ended. Of the methods of a service that does not learn, only
         those without rows may change its state."""
@@ -194,16 +196,15 @@ class CallingGroup:
         name = method.snake_name
         if self._learns and method.takes_rows and name != GENERATES:
             lateness = AFTER_UPDATES
-        longest_s = longest_time(self.session, name)
+        longest_s = longest_time(self.session, name, self.replacement)
 
         def begin() -> Future[Any]:
             with self._placement.turn([self.ranks.service], name, step) as moved:
                 place = self._placement.enter(self._devices, self.ranks, longest_s)
                 if not method.takes_rows:
                     self._settled = place.ended
-                call = GroupCall(
-                    self._callee, method, header, rows, options, step, place, moved, first, within=within
-                )
+                parts = self._callee, method, header, rows, options, step, place, moved, first
+                call = GroupCall(*parts, within=within, replacement=self.replacement)
                 return self._loop.start(call.run(self.running))
 
         lateness = max(lateness, lateness_of(rows.columns.values()))
@@ -302,16 +303,36 @@ class RoleGroup(CallingGroup):
         Cancel; ranks that do not respond raise no error."""
         await asyncio.gather(*(self.ranks.cancel(call_id) for call_id in list(self.running)))
 
-    def release(self, step: StepContext) -> Future[list[Any]]:
+    def release(self, step: StepContext) -> Future[None]:
         """Frees the rows that the calls of a step made, on every rank. Returns a future that is resolved when all
         ranks have responded."""
-        request = worker_pb2.ReleaseRequest(session=self.session.name, steps=[step.number])
-        return self._loop.start(self.ranks.reach_all(WORKER["Release"], request, self.session.timeout_s))
+        return self._loop.start(self._release(step))
 
-    def introduce(self, request: bytes) -> Future[list[Any]]:
-        """Sends every rank a serialized IntroduceRequest, which has the endpoints of all ranks in the session.
-        Returns a future that is resolved when all ranks have responded."""
-        return self._loop.start(self.ranks.reach_all(WORKER["Introduce"], request, INTRODUCE_S))
+    async def _release(self, step: StepContext) -> None:
+        request = worker_pb2.ReleaseRequest(session=self.session.name, steps=[step.number])
+        try:
+            await self.ranks.reach_all(WORKER["Release"], request, self.session.timeout_s)
+        except RlhfError as error:
+            # The rows of a lost rank are gone with it, and the next call has it replaced.
+            if not (self.replacement and is_loss(error)):
+                raise
+
+    async def introduce(self, endpoints: Sequence[common_pb2.Endpoint]) -> None:
+        """Coroutine that sends every rank endpoints of ranks in the session, to which it may connect then. Raises
+        RlhfError where a rank does not respond."""
+        request = worker_pb2.IntroduceRequest(session=self.session.name, endpoints=endpoints)
+        await self.ranks.reach_all(WORKER["Introduce"], request.SerializeToString(), INTRODUCE_S)
+
+    def renew(self, clients: Sequence[RankClient], description: worker_pb2.DescribeResponse) -> None:
+        """Goes on with the ranks of the service that was started again. To be called on the event loop.
+
+        Args:
+            clients: One client per rank, in rank order.
+            description: Response of rank 0 to Describe.
+        """
+        self.ranks.renew(clients, description.epoch)
+        self.description = self._callee.description = description
+        self._callee.endpoints = [endpoint_from_proto(rank.endpoint) for rank in description.ranks]
 
     def begin_session(
         self, keep_weights: bool, directories: Sequence[str] = (), rejected_directory: str = ""
@@ -405,9 +426,11 @@ def _begun(begin: Callable[[], Future[T]], step: StepContext, lateness: int, nam
     return result
 
 
-def longest_time(session: Session, name: str) -> float:
-    """Returns the longest time, in seconds, of a call of a method after the calls before it have ended."""
-    return 2 * session.time_of(name) + LATE_S
+def longest_time(session: Session, name: str, replacement: Replacement | None = None) -> float:
+    """Returns the longest time, in seconds, of a call of a method after the calls before it have ended, with all
+    replacements of its service."""
+    longest_s = 2 * session.time_of(name) + LATE_S
+    return replacement.longest_s(longest_s) if replacement else longest_s
 
 
 def inputs_of(service: str, method: Method, batch: FutureBatch) -> FutureBatch:

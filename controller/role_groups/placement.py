@@ -61,7 +61,17 @@ class Place:
         if self._meter:
             self._meter.begin(self._devices)
             self._in_use = True
-        self.sent.set_result(None)
+        if not self.sent.done():
+            self.sent.set_result(None)
+
+    def was_lost(self) -> None:
+        """Records that the ranks were lost with the call, which is going to be sent again. Later calls wait on."""
+        self._end_use()
+
+    def _end_use(self) -> None:
+        if self._meter and self._in_use:
+            self._meter.end(self._devices)
+            self._in_use = False
 
     def leave(self) -> None:
         """Records that the call has ended, or will not be made. Later calls still wait for the calls before it. Again:
@@ -69,9 +79,7 @@ class Place:
         if self._has_left:
             return
         self._has_left = True
-        if self._meter and self._in_use:
-            self._meter.end(self._devices)
-            self._in_use = False
+        self._end_use()
         if not self.sent.done():
             resolve_after(self.first, self.sent)
         resolve_after(self._all_before, self.ended)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,11 @@ class RunContents:
             config=config.read_text() if config else "",
             is_running=is_running,
         )
+
+
+def time_text(unix_s: float) -> str:
+    """Returns a Unix time, in seconds, as text, for example 2026-01-01 12:00:00 UTC."""
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def read_json(path: Path) -> dict[str, Any]:

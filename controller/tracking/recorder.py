@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from controller.role_groups.dataflow import CallRecord
+from controller.role_groups.replacement import Replaced
 from controller.role_groups.residency import OFFLOAD, ONLOAD
-from controller.tracking.contents import RUN_FILE, SUMMARY_FILE
+from controller.tracking.contents import RUN_FILE, SUMMARY_FILE, time_text
 from controller.tracking.figures import Figures
 from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter
 from controller.tracking.observer import Observer
@@ -152,6 +153,22 @@ class Recorder:
         self._timeline.flush()
         for observer in self._observers:
             observer.calls(records, rows)
+
+    def replaced(self, replaced: Replaced) -> None:
+        """Writes a service that was lost and replaced to `run.json`, and to the timeline from its loss on. Raises
+        RlhfError where writing fails."""
+        entry = {
+            "service": replaced.service,
+            "step": replaced.step,
+            "cause": replaced.cause,
+            "at": time_text(replaced.lost_s),
+            "seconds": round(replaced.serves_s - replaced.lost_s, 3),
+        }
+        self._identity["replaced"] = [*self._identity.get("replaced", []), entry]
+        self.directory.write_json(RUN_FILE, self._identity)
+        track = ("controller", replaced.service)
+        args = {"step": replaced.step, "cause": replaced.cause}
+        self._timeline.add(track, "lost and replaced", replaced.lost_s, replaced.serves_s, args)
 
     def summary(self, figures: Mapping[str, Any]) -> None:
         """Writes `summary.json`, which has `figures` and the identity of the run. Raises RlhfError where writing fails,

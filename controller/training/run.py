@@ -136,9 +136,8 @@ class Run:
         return Rollout(self.group(name, RolloutGroup), self.config, **_options(self))
 
     def reconnect(self, name: str) -> None:
-        """Takes a rollout service that was restarted into the run again; see `Cluster.reconnect`. Make its `Rollout`,
-        and the `Actor` whose responses it generates, anew after that. The service `rollout` has the weights of `actor`
-        then; others get theirs by `Actor.sync_weights`."""
+        """Takes a rollout service that was restarted into the run again; see `Cluster.reconnect`. The service `rollout`
+        has the weights of `actor` then; others get theirs by `Actor.sync_weights`."""
         self._cluster.reconnect(name)
         self._cluster.fill_receivers()
 

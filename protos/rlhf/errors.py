@@ -8,6 +8,7 @@ RlhfError                      INTERNAL             any failure that no class be
 ├── NotAuthenticated           UNAUTHENTICATED      a client has no token, or an unknown one
 ├── NotAllowed                 PERMISSION_DENIED    a client's token does not allow the method
 ├── ServiceLost                UNAVAILABLE          a service cannot be reached or died
+│   └── ShuttingDown           UNAVAILABLE          a rank refuses calls: its process is about to end
 ├── DeadlineExceeded           DEADLINE_EXCEEDED    a call or a wait took longer than allowed
 ├── CallCancelled              CANCELLED            a call was asked to stop
 ├── PeerFailed                 ABORTED              another rank of the service failed and has the cause
@@ -88,6 +89,10 @@ class ServiceLost(RlhfError):
     """A service cannot be reached, or died in the middle of a call."""
 
     code = grpc.StatusCode.UNAVAILABLE
+
+
+class ShuttingDown(ServiceLost):
+    """A rank refuses calls, since its process is about to end."""
 
 
 class DeadlineExceeded(RlhfError):

@@ -17,7 +17,7 @@ from rlhf.errors import (
     InvalidRequest,
     Refused,
     Restarted,
-    ServiceLost,
+    ShuttingDown,
     TooManyCalls,
     drop_frames,
 )
@@ -88,7 +88,7 @@ class CallQueue:
             Future of the response message. Other callers may await it too, so await it through `wait` or shielded.
 
         Raises:
-            InvalidRequest, Refused, ServiceLost, TooManyCalls: The call is refused. Errors of a call that was admitted
+            InvalidRequest, Refused, ShuttingDown, TooManyCalls: The call is refused. Errors of a call that was admitted
                 are raised by the future.
         """
         call = request.call
@@ -235,7 +235,7 @@ class CallQueue:
             beside: Whether the call is to run concurrently with ordered calls.
 
         Raises:
-            ServiceLost: The rank is shutting down.
+            ShuttingDown: The rank is shutting down.
             Restarted: The call is of an earlier epoch: the service has been restarted since.
             Refused: `beside` is set and its session is not open.
             TooManyCalls: `beside` is set and MAX_BESIDE such calls wait already.
@@ -243,7 +243,7 @@ class CallQueue:
         """
         ranks = self.worker.ranks
         if self.phase.is_draining:
-            raise ServiceLost("the service is shutting down")
+            raise ShuttingDown("the service is shutting down")
         if header.epoch not in (0, ranks.epoch):
             raise Restarted(
                 f"call of epoch {header.epoch}, but the service is in epoch {ranks.epoch}: it was restarted"

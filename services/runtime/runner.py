@@ -9,7 +9,7 @@ from typing import Any
 
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.store.store import TensorStore
-from rlhf.errors import CallCancelled, DeadlineExceeded, OutOfStep, ServiceLost
+from rlhf.errors import CallCancelled, DeadlineExceeded, OutOfStep, ShuttingDown
 from rlhf.v1 import worker_pb2
 from services.runtime.call_barrier import CallBarrier, Note, note_of
 from services.runtime.calls import ActiveCall
@@ -203,12 +203,12 @@ class CallRunner:
 
         Raises:
             Refused: The call's session has ended.
-            ServiceLost: The rank is shutting down.
+            ShuttingDown: The rank is shutting down.
             CallCancelled: The call was cancelled, on a service of one rank.
         """
         self._sessions.check(call.context.call)
         if self._phase.is_draining:
-            raise ServiceLost("the service is shutting down")
+            raise ShuttingDown("the service is shutting down")
         # Where there are peers, a cancelled call takes its turn, so that all ranks drop it at the same place.
         if call.context.cancelled and self._worker.ranks.size == 1:
             raise CallCancelled(f"call {call.call_id} was cancelled before it started")

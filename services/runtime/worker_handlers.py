@@ -16,7 +16,7 @@ from nccl_transfer.store.stat import StoreStat
 from nccl_transfer.store.store import TensorStore
 from rlhf.access import Access
 from rlhf.contract import Method
-from rlhf.errors import InvalidRequest, RlhfError, ServiceLost
+from rlhf.errors import InvalidRequest, RlhfError, ShuttingDown
 from rlhf.guard import Guard
 from rlhf.roles import find_role
 from rlhf.v1 import worker_pb2
@@ -132,7 +132,7 @@ class WorkerHandlers:
 
     async def _watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
         """Yields the rank's status at each change of phase or call and at least every `interval_s` (0: 1 s), but not
-        more often than every WATCH_PAUSE_S; raises ServiceLost when the rank shuts down."""
+        more often than every WATCH_PAUSE_S; raises ShuttingDown when the rank shuts down."""
         if not 0 <= request.interval_s <= LONGEST_S:
             raise InvalidRequest(
                 f"Watch: interval_s is {request.interval_s:g}; it must be from 0 to {LONGEST_S:g}"
@@ -144,7 +144,7 @@ class WorkerHandlers:
             await asyncio.sleep(min(WATCH_PAUSE_S, interval_s))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), interval_s - WATCH_PAUSE_S)
-        raise ServiceLost("the service is shutting down")
+        raise ShuttingDown("the service is shutting down")
 
     def _status(self) -> worker_pb2.WatchResponse:
         """Returns the rank's phase, memory, policy version and gauges, and the running call if there is one."""
@@ -164,14 +164,14 @@ class WorkerHandlers:
         return status
 
     async def _dispatch(self, requests: Any, context: Any) -> None:
-        """Serves one Dispatch stream until its caller ends it; raises ServiceLost once the rank has drained."""
+        """Serves one Dispatch stream until its caller ends it; raises ShuttingDown once the rank has drained."""
         stream = DispatchStream(self._queue, self._methods, self._boundary.status_of, self._guard, context)
         serving = asyncio.ensure_future(stream.serve())
         stopping = asyncio.ensure_future(self._drained.wait())
         try:
             await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
-                raise ServiceLost("the service is shutting down")
+                raise ShuttingDown("the service is shutting down")
             await serving
         finally:
             serving.cancel()

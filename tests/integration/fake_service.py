@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--address", required=True)
     parser.add_argument("--fatal", help="Say this fatal line and exit.")
     parser.add_argument("--crash", help="Say this line and exit with 3.")
+    parser.add_argument("--once", type=Path, help="Exit with 3 if this file exists; else make it.")
     parser.add_argument("--ignore-sigterm", action="store_true", help="Have to be killed, and a child too.")
     parser.add_argument(
         "--linger", type=float, default=0.0, help="Keep the address for so long after SIGTERM."
@@ -69,6 +70,10 @@ def main() -> None:
     if flags.crash:
         print(flags.crash, file=sys.stderr)
         sys.exit(3)
+    if flags.once:
+        if flags.once.exists():
+            sys.exit(3)
+        flags.once.touch()
     if flags.ignore_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # Ignored signals stay ignored across exec. The child has a session and an environment of its own.

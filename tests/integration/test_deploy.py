@@ -60,9 +60,10 @@ class Host:
         self.addresses = {"one": f"127.0.0.1:{ports[0]}", "two": f"127.0.0.1:{ports[1]}"}
         self.write_config()
 
-    def write_config(self, **keys: str) -> None:
-        """Writes the config; `keys` are TOML values for the table of service `two`."""
-        tables = {name: {"role": '"reward"', "address": f'"{at}"'} for name, at in self.addresses.items()}
+    def write_config(self, restarts: int = 0, **keys: str) -> None:
+        """Writes the config: how often both services may be lost, and TOML values for the table of service `two`."""
+        table = {"role": '"reward"', "restarts": f"{restarts}"}
+        tables = {name: table | {"address": f'"{at}"'} for name, at in self.addresses.items()}
         tables["two"] |= keys
         lines = ["[data]", 'train = "train.jsonl"', 'heldout = "heldout.jsonl"']
         for name, table in tables.items():
@@ -396,6 +397,59 @@ def test_a_rank_that_is_killed_ends_its_peers_and_is_named(host: Host) -> None:
     wait_until(lambda: not host.processes(), timeout_s=10)
     log = (host.logs / "supervisor.log").read_text()
     assert "error: service two: rank 1 was killed by SIGKILL" in log
+
+
+def test_a_reward_that_dies_is_started_again_each_time_and_the_others_go_on(host: Host) -> None:
+    host.write_config(restarts=1)
+    supervisor = host.up()
+    one, two = host.services(supervisor)
+    for _ in range(3):
+        one.kill()
+        assert supervisor.stderr is not None
+        assert line_of(supervisor, "lost: ") == (
+            f"lost: service one: was killed by SIGKILL (log: {host.logs / 'one.log'})\n"
+        )
+        assert line_of(supervisor, "one: started").startswith("one: started, 1 rank at ")
+        assert line_of(supervisor, "one: healthy")
+        (one,) = (each for each in host.services(supervisor) if each != two)
+    assert not is_gone(two)
+    supervisor.terminate()
+    assert end_of(supervisor)[0] == 0
+    assert is_gone(one)
+    assert is_gone(two)
+
+
+def line_of(process: subprocess.Popen[str], start: str) -> str:
+    """The next line on stderr that begins with a text."""
+    assert process.stderr is not None
+    return next((line for line in process.stderr if line.startswith(start)), "")
+
+
+def test_a_reward_that_dies_leaves_no_child_to_the_one_that_is_started_again(host: Host) -> None:
+    """And the ranks that are left end, if need be by SIGKILL, before new ones start."""
+    host.write_config(restarts=3)
+    rank_0, rank_1 = two_ranks(host)
+    rank_1.kill()
+    log = host.logs / "supervisor.log"
+    wait_until(lambda: log.read_text().count("two: healthy") == 2, TIMEOUT_S)
+    assert is_gone(rank_0)
+    assert "lost: service two: rank 1 was killed by SIGKILL" in log.read_text()
+    ranks = [process for process in host.processes() if {"services", "reward"} <= set(process.cmdline())]
+    assert sorted(process.environ()["RANK"] for process in ranks) == ["0", "1"]
+    assert host.run("down", "two.toml")[:2] == (0, "two.toml: stopped\n")
+
+
+def test_a_reward_that_cannot_be_started_again_ends_up_with_the_cause(host: Host) -> None:
+    host.write_config(restarts=2)
+    host.flags = {"one": ["--once", str(host.directory / "was-started")]}
+    supervisor = host.up()
+    one, two = host.services(supervisor)
+    one.kill()
+    code, _, err = end_of(supervisor)
+    assert code == 1
+    assert err.count("lost: service one: ") == 3
+    assert "error: service one: exited with code 3" in err
+    assert is_gone(two)
 
 
 def test_status_tells_the_settings_that_services_were_started_with(host: Host) -> None:

@@ -97,7 +97,7 @@ def undisturbed(config: Config, directory: Path, algorithm: str) -> Results:
 @pytest.fixture(scope="module")
 def small(config: Config) -> Config:
     """The config of a run of Dr. GRPO with two services of its own."""
-    chosen = launched(config, {"actor": "lone_actor", "reward": "reward"})
+    chosen = launched(config, {"actor": "lone_actor", "reward": "reward"}, reward={"restarts": 0})
     return with_tables(chosen, run={"steps": 4, "evaluate_every": 3}, rollout={"samples_per_prompt": 2})
 
 
@@ -224,7 +224,7 @@ def test_a_run_goes_on_whichever_process_is_killed_while_a_checkpoint_is_written
     seed: int, victim: str, config: Config, tmp_path: Path
 ) -> None:
     """A rank of a role or the controller is killed 8 times, up to 40 ms after a checkpoint was begun."""
-    chosen = launched(config, {role: role for role in ROLES})
+    chosen = launched(config, {role: role for role in ROLES}, reward={"restarts": 0})
     chosen = with_tables(chosen, run={"steps": 30})
     expected = undisturbed(chosen, tmp_path, "ppo")
     with resumable(with_tables(chosen, checkpoint={"every": 1}), tmp_path, options=LAUNCHED) as run:

@@ -24,6 +24,7 @@ from controller.config.config import Config, load
 from controller.data.prompts import load_data
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.futures import results
+from controller.role_groups.replacement import Replaced, Replacement
 from controller.role_groups.roles import group_type
 from controller.role_groups.weights import sync_weights
 from controller.training.run import Run
@@ -31,7 +32,7 @@ from nccl_transfer.refs import wire
 from nccl_transfer.refs.batch import Batch, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from rlhf.contract import Method, group_methods
-from rlhf.errors import RlhfError
+from rlhf.errors import RlhfError, ServiceLost
 from rlhf.v1 import reward_pb2, worker_pb2
 
 ROLLOUT = (
@@ -62,17 +63,27 @@ class Weather:
         fails: Number of the call that fails; 0: none.
         after: For a call, "service.method", step and how many-th in the step, "service.method" and step of a call that
             must begin before it ends; it fails where that does not begin within ten seconds.
+        losses: Numbers of the calls of rewards, from 1 in the order in which they begin, with which their service is
+            lost, and all other calls of it that are under way.
     """
 
     seed: int = 0
     longest_s: float = 0.0
     fails: int = 0
     after: Mapping[tuple[str, int, int], tuple[str, int]] = field(default_factory=dict)
+    losses: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self._begun: Counter[tuple[str, int]] = Counter()
+        self._rewards = 0
         self._events: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
+
+    def strikes(self, call: str) -> bool:
+        """Whether the service of a call that begins is lost with it."""
+        is_of_reward = call.endswith(".compute_reward")
+        self._rewards += is_of_reward
+        return is_of_reward and self._rewards in self.losses
 
     async def pass_over(self, call: str, step: int) -> None:
         """A call of a step, which has begun, goes on after this."""
@@ -113,6 +124,12 @@ class SimulatedRanks:
         self._weather, self._log = weather, log
         self._prepared: dict[int, tuple[object, ...]] = {}
         self._turn = asyncio.Lock()
+        self.is_lost, self.epoch = False, 0
+
+    async def start_again(self, deadline: float) -> None:
+        """The service is started again, which takes a moment."""
+        await asyncio.sleep(0.01)
+        self.is_lost, self.epoch = False, self.epoch + 1
 
     def address(self, header: Any, *, beside: bool = False) -> None:
         """Numbers are not looked at: the lock of `send` keeps the order."""
@@ -128,9 +145,15 @@ class SimulatedRanks:
         beside: bool = False,
     ) -> list[Any]:
         was_sent()
+        epoch = self.epoch
+        if self.is_lost or self._weather.strikes(f"{self.service}.{method.snake_name}"):
+            self.is_lost = True
+            raise ServiceLost(f"{self.service}: gone with the wind")
         async with contextlib.nullcontext() if beside else self._turn:
             request = method.request.FromString(requests[0])
             await self._weather.pass_over(f"{self.service}.{method.snake_name}", request.call.step)
+            if self.is_lost or epoch != self.epoch:
+                raise ServiceLost(f"{self.service}: gone with the wind")
             return [self._answer(method, request)]
 
     async def cancel(self, call_id: str) -> list[Any]:
@@ -316,6 +339,8 @@ class Simulation:
     resumed: tuple[dict[str, Any], dict[str, tuple[int, int]]] | None = None
     log: list[Entry] = field(default_factory=list)
     notes: Notes = field(default_factory=Notes)
+    said: list[str] = field(default_factory=list)
+    replaced: list[Replaced] = field(default_factory=list)
 
     def execute(self) -> Simulation:
         state, states = self.resumed or (None, {})
@@ -347,6 +372,11 @@ class Simulation:
                 cluster._loop,
                 learns=table.keeps_state or name in self.config.valuers.values(),
             )
+            if allowed := table.allowed_restarts:
+                again, report = self.ranks[name].start_again, self.replaced.append
+                cluster.groups[name].replacement = Replacement(
+                    name, allowed, 10.0, again, self.said.append, report
+                )
         self.saver = Saver(self.every, self.states)
         if state:
             session.newest = StepContext(state["step"])

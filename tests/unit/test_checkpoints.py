@@ -29,7 +29,7 @@ from controller.advantage.kl import AdaptiveKL, FixedKL
 from controller.advantage.safe import Multiplier
 from controller.checkpoints import saver
 from controller.checkpoints.digests import Digest, digest_of
-from controller.checkpoints.facts import check_config, check_contents, check_platform, platform_of
+from controller.checkpoints.facts import check_config, check_contents, check_platform
 from controller.checkpoints.journal import Journal
 from controller.checkpoints.kept import KeptState
 from controller.checkpoints.resume_point import ResumePoint
@@ -40,6 +40,7 @@ from controller.config.checkpoint import CheckpointTable
 from controller.config.config import load
 from controller.identity import Identity
 from controller.role_groups.dataflow import FutureBatch
+from controller.role_groups.platform import platform_of
 from controller.tracking.marks import Mark, check_marks, cut_files, mark_files
 from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter, read_metrics, read_samples
 from controller.tracking.run_directory import LOCK, RunDirectory

@@ -16,6 +16,7 @@ from controller.config.config import Config, load
 from controller.config.devices import gpu_of, ranks_line
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.device_check import check_devices
+from controller.role_groups.discovery import Discovery
 from deploy import cli, supervisor
 from deploy.devices import gpu_variables, gpus_by_service, visible_gpus
 from deploy.launch import LaunchOptions
@@ -93,14 +94,15 @@ def test_a_service_that_was_restarted_on_a_gpu_of_another_pool_is_refused(
     cluster.groups.update(groups)  # type: ignore[arg-type]
     again = started(config, sees | {"rollout": ("2", "1")})["rollout"]
 
-    async def found_again(self: Cluster, *args: object) -> SimpleNamespace:
-        return SimpleNamespace(name="rollout", description=again)
+    async def find_again(self: Discovery, *args: object) -> worker_pb2.DescribeResponse:
+        return again
 
-    monkeypatch.setattr(Cluster, "_found_again", found_again)
+    monkeypatch.setattr(Discovery, "find_again", find_again)
+    before = groups["rollout"].description
     try:
         with pytest.raises(ConfigError, match=r"services\.rollout rank 0 are on one GPU, GPU-2"):
             cluster.reconnect("rollout")
-        assert cluster.groups["rollout"] is groups["rollout"]
+        assert groups["rollout"].description is before
     finally:
         cluster.groups.clear()
         cluster.close()

@@ -13,12 +13,12 @@ import pytest
 from unit.test_checkpoints import write
 
 from client.fanout import FanOut
-from controller.checkpoints.facts import platform_of
 from controller.checkpoints.journal import JOURNAL, Journal, content_of, read_journal, remove_journal
 from controller.checkpoints.resume_point import ResumePoint
 from controller.checkpoints.store import COMMIT, DIRECTORY, CheckpointStore
 from controller.restoring import Restorer
 from controller.role_groups.cluster import SavedState
+from controller.role_groups.platform import platform_of
 from controller.tracking.marks import mark_files
 from controller.tracking.metrics import MetricsWriter, SamplesWriter
 from controller.tracking.run_directory import AppendFile, RunDirectory

@@ -1,0 +1,169 @@
+"""Replacement of a service that is lost during a run and holds none of its state: calls wait until the service serves
+again, and are sent again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlhf.errors import PeerFailed, Restarted, RlhfError, ServiceLost, ShuttingDown
+
+REPORT_S = 3.0
+"""Longest time, in seconds, to wait until the launcher reports why a service was lost."""
+POLL_S = 0.1
+
+
+class LostAgain(ServiceLost):
+    """A call whose service was lost with it more often than `restarts` of the service allows."""
+
+
+class Launcher(Protocol):
+    """Starts the services of a run, and starts lost ones again."""
+
+    def take_loss(self, service: str) -> str:
+        """Returns why a service was lost, the oldest report that was not taken before; empty where there is none."""
+        ...
+
+    def has_failed(self) -> bool:
+        """Whether the launcher has ended, or stops all services."""
+        ...
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A service that was lost and serves again. Times are Unix times, in seconds.
+
+    Attributes:
+        service: Name of the service.
+        step: Step of the call that was lost first.
+        cause: Why it was lost.
+        lost_s: When the loss was noticed.
+        serves_s: When the service was in the session again.
+    """
+
+    service: str
+    step: int
+    cause: str
+    lost_s: float
+    serves_s: float
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether a call has failed since a process of its service has ended, is about to end, or has left the collectives
+    of the service. False for a ServiceLost that a rank reports of another service."""
+    if isinstance(error, ServiceLost):
+        return not error.service or isinstance(error, ShuttingDown)
+    return isinstance(error, PeerFailed | Restarted)
+
+
+class Replacement:
+    """Waits for one service when it is lost, once for all calls that were lost with it. Use it from the event loop
+    only.
+
+    Args:
+        service: Name of the service.
+        allowed: Number of times that a call may be sent again, `restarts` of the service.
+        wait_s: Longest time, in seconds, to wait until the service serves again.
+        rejoin: Coroutine function that returns when the service serves again and is in the session, at the latest at a
+            time of `time.monotonic`, at which it raises ServiceLost.
+        say: Called with lines of text for the terminal.
+        report: Called with each replacement.
+        launcher: Launcher of the service. Default: the run has started none.
+
+    Attributes:
+        number: Number of replacements so far.
+        wait_s: See Args.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        allowed: int,
+        wait_s: float,
+        rejoin: Callable[[float], Awaitable[None]],
+        say: Callable[[str], None],
+        report: Callable[[Replaced], None],
+        launcher: Launcher | None = None,
+    ) -> None:
+        self.number, self.wait_s = 0, wait_s
+        self._service, self._allowed, self._rejoin = service, allowed, rejoin
+        self._say, self._report, self._launcher = say, report, launcher
+        self._under_way: asyncio.Task[None] | None = None
+        self._lost_calls: Counter[str] = Counter()
+
+    def longest_s(self, call_s: float) -> float:
+        """Returns the longest time, in seconds, that a call may take with all replacements, where it takes `call_s`
+        seconds at most without any."""
+        return call_s + self._allowed * (self.wait_s + call_s)
+
+    async def ready(self) -> None:
+        """Waits while the service is being replaced. Raises the error of a replacement that has failed, also later."""
+        if self._under_way:
+            await asyncio.shield(self._under_way)
+
+    async def after(self, error: RlhfError, call: str, step: int, number: int, losses: int) -> bool:
+        """Returns when a call may be sent again: whether it was the first that was lost with the service this time.
+
+        Args:
+            error: Error of the call.
+            call: Name of its method, for messages.
+            step: Its step.
+            number: `number` when it was sent.
+            losses: How many times the call was lost, this time included.
+
+        Raises:
+            RlhfError: `error`, where it is no loss; LostAgain, where the call was lost too often; the error of the
+                replacement, where the service does not serve again in time.
+        """
+        if not is_loss(error):
+            raise error
+        named = f"{call} of step {step}"
+        if losses > self._allowed:
+            cause = await self._cause()
+            raise LostAgain(
+                f"{self._service}: {named} was lost with the service {losses} times, and services.{self._service}."
+                f"restarts is {self._allowed}; the last time: {cause}; {error}"
+            ) from error
+        self._lost_calls[f"{named} ({losses} of {self._allowed})"] += 1
+        is_first = number == self.number and self._under_way is None
+        if is_first:
+            self._under_way = asyncio.ensure_future(self._replace(error, step))
+        await self.ready()
+        return is_first
+
+    async def _replace(self, error: RlhfError, step: int) -> None:
+        lost_s, deadline = time.time(), time.monotonic() + self.wait_s
+        self._say(f"{error}; waiting up to {self.wait_s:g} s until services.{self._service} serves again")
+        while True:
+            try:
+                await self._rejoin(deadline)
+                break
+            except RlhfError as again:
+                if not is_loss(again) or self._is_hopeless(deadline):
+                    raise ServiceLost(f"{error}; {again}") if is_loss(again) else again from error
+            await asyncio.sleep(POLL_S)
+        cause = await self._cause()
+        self.number, self._under_way = self.number + 1, None
+        calls = ", ".join(
+            f"{call}{f', {count} calls' if count > 1 else ''}" for call, count in self._lost_calls.items()
+        )
+        self._lost_calls.clear()
+        self._say(f"{self._service}: {cause}; it was started again, sent again: {calls}")
+        self._report(Replaced(self._service, step, cause, lost_s, time.time()))
+
+    def _is_hopeless(self, deadline: float) -> bool:
+        return time.monotonic() >= deadline or bool(self._launcher and self._launcher.has_failed())
+
+    async def _cause(self) -> str:
+        """Returns why the service was lost, as the launcher reports; without a launcher, that it cannot be known."""
+        if self._launcher is None:
+            return f"a process has ended (see the log of services.{self._service})"
+        for _ in range(round(REPORT_S / POLL_S)):
+            if cause := self._launcher.take_loss(self._service):
+                return cause
+            await asyncio.sleep(POLL_S)
+        return f"it was lost (see the log of services.{self._service})"
