@@ -16,8 +16,9 @@ PEAK_TFLOPS = {
 
 
 def layer_weights(model: ModelShape) -> int:
-    """Returns the number of weights of the matrices of one layer."""
-    return sum(weight.numel for weight in model.layer if len(weight.shape) == 2)
+    """Returns the number of weights of the matrices of one layer of a dense model."""
+    (layer,) = model.layer_kinds
+    return sum(weight.numel for weight in layer.weights if len(weight.shape) == 2)
 
 
 def training_flops(
