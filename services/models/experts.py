@@ -81,7 +81,7 @@ class StackedExperts:
         shapes = [part.get_shape() for part in self.experts[0]]
         return [len(self.experts), sum(rows for rows, _ in shapes), shapes[0][1]]
 
-    def fill(self, tensor: Tensor, box: tuple[slice, slice, slice]) -> None:
+    def fill(self, tensor: Tensor, box: tuple[slice, ...]) -> None:
         """Reads a box of the whole tensor into `tensor`, converted to the type of that, one part of an expert at a
         time."""
         chosen, rows, columns = box

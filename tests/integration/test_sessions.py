@@ -17,7 +17,7 @@ from client.rank import RankClient
 from client.session import Session
 from controller import job
 from controller.config.config import Config
-from controller.role_groups import cluster as cluster_module
+from controller.role_groups import rejoining as rejoining_module
 from controller.role_groups.cluster import Cluster as ConnectedCluster
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.roles import ActorGroup
@@ -395,7 +395,7 @@ def test_a_run_whose_connections_are_cut_again_and_again_gives_the_same_numbers(
             proxies[address] = Proxy(address)
         return RankClient(service, rank, proxies[address].address, **options)
 
-    monkeypatch.setattr(cluster_module, "RankClient", client)
+    monkeypatch.setattr(rejoining_module, "RankClient", client)
     stop = asyncio.Event()
 
     async def cut_them() -> None:

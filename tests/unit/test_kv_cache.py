@@ -38,7 +38,7 @@ def decode(model: PreTrainedModel, cache: DynamicCache, between: Callable[[Dynam
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1, 1, 0, 2]])
 def test_it_gives_the_logits_of_a_cache_of_transformers(model: PreTrainedModel, rows: list[int]):
     def select(cache: DynamicCache) -> None:
-        cache.reorder_cache(torch.tensor(rows))
+        cache.reorder_cache(torch.LongTensor(rows))
 
     plain = decode(model, DynamicCache(config=model.config), select)
     ours = decode(model, reserve(DynamicCache(config=model.config), POSITIONS), select)
