@@ -193,7 +193,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "state_size": 16,
         "n_groups": 1,
     },
-    "minicpm3": {**GROUPED, **LATENT},
+    "minicpm3": {**GROUPED, **LATENT, "dim_model_base": 48},
     "minimax_m2": {**HEADS, **LOCAL_EXPERTS},
     "ministral": {**HEADS, **WINDOWS},
     "ministral3": {**HEADS, "sliding_window": None},

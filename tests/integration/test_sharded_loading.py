@@ -16,10 +16,10 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -56,8 +56,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         MixtralConfig(**{**SIZES, "intermediate_size": 48}, num_local_experts=3)
     ),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2)),
-    "olmoe": lambda: OlmoeForCausalLM(
-        OlmoeConfig(**{**SIZES, "intermediate_size": 24}, num_experts=3, num_experts_per_tok=2)
+    "minimax_m2": lambda: MiniMaxM2ForCausalLM(
+        MiniMaxM2Config(**{**SIZES, "intermediate_size": 24}, num_local_experts=3, num_experts_per_tok=2)
     ),
 }
 CASES = {
@@ -72,7 +72,7 @@ CASES = {
     "experts": ("policy", "mixtral", "float32"),
     "experts, bfloat16": ("policy", "qwen3_moe", "bfloat16"),
     "experts, new value head": ("value", "qwen3_moe", "float32"),
-    "converted": ("policy", "olmoe", "float32"),
+    "converted": ("policy", "minimax_m2", "float32"),
 }
 
 
@@ -148,7 +148,7 @@ def test_a_mixture_of_experts_is_exported_as_its_family_stores_it(run: Run, mode
     for name, model, key in (
         ("experts", "mixtral", ".experts.2.w3."),
         ("experts, bfloat16", "qwen3_moe", ".experts.4.up_proj."),
-        ("converted", "olmoe", ".experts.2.up_proj."),
+        ("converted", "minimax_m2", ".experts.2.w3."),
     ):
         keys = [stored_names(directory) for directory in (models / model, run.directory / name / "export")]
         assert keys[0] == keys[1]
