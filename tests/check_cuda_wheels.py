@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -165,8 +166,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         python = f"{scratch}/bin/python"
         subprocess.run(["uv", "venv", "--quiet", "--python", "3.11", scratch], check=True, timeout=300)
+        # Without this, setuptools leaves build/ in the checkout, and puts its old modules into later wheels.
+        options = Path(scratch, "setuptools.cfg")
+        options.write_text(f"[build]\nbuild_base = {scratch}/build\n")
+        build = ["uv", "build", "--quiet", "--wheel", "--out-dir", f"{scratch}/wheels", str(ROOT)]
+        subprocess.run(build, check=True, timeout=600, env={**os.environ, "DIST_EXTRA_CONFIG": str(options)})
+        (wheel,) = Path(scratch, "wheels").glob("*.whl")
         install = ["uv", "pip", "install", "--quiet", "--no-cache", "--python", python]
-        subprocess.run([*install, f"{ROOT}[cu13,vllm,deepspeed]"], check=True, timeout=3600)
+        subprocess.run([*install, f"{wheel}[cu13,vllm,deepspeed]"], check=True, timeout=3600)
         ran = subprocess.run([python, __file__, "--here"], timeout=1800, check=False)
     sys.exit(ran.returncode)
 
