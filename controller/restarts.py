@@ -9,10 +9,10 @@ from pathlib import Path
 from controller.checkpoints.resume_point import ResumePoint
 from controller.checkpoints.store import CheckpointStore
 from rlhf.errors import CorruptWeights, DeadlineExceeded, PeerFailed, Restarted, RlhfError, ServiceLost
+from settings.restarts import pause_before
 
 LOST = (ServiceLost, DeadlineExceeded, PeerFailed, Restarted)
 """Errors of a process that has died, is stuck, has left its collectives, or has been started anew already."""
-LONGEST_PAUSE_S = 60.0
 
 
 def how_to_resume(run_dir: Path, *, launch: bool, elsewhere: bool = False) -> str:
@@ -71,7 +71,6 @@ class Restarts:
         return f"error: {error}; restart {self._made} of {self._allowed} from the checkpoint of step {self._step}"
 
     def pause(self) -> None:
-        """Waits before a restart that is not the first from its checkpoint: 1 s, then twice as long each time, at most
-        `LONGEST_PAUSE_S`."""
-        if self._made > 1:
-            time.sleep(min(2.0 ** (self._made - 2), LONGEST_PAUSE_S))
+        """Waits before a restart that is not the first from its checkpoint, as long as `pause_before` says."""
+        if pause_s := pause_before(self._made):
+            time.sleep(pause_s)

@@ -13,11 +13,8 @@ from deploy import processes
 from deploy.health import Probe
 from deploy.peers import PeerWatch
 from rlhf.rendezvous import LocalRendezvous
+from settings.restarts import LONGEST_PAUSE_S, pause_before
 from settings.service import ServiceTable
-
-LONGEST_PAUSE_S = 60.0
-"""Longest pause, in seconds, before a lost service is started again; one that had been healthy for longer than this is
-started again at once."""
 
 
 @dataclass
@@ -84,8 +81,8 @@ class StartedService:
             self._failed_starts += 1
         elif now - self.healthy_since > LONGEST_PAUSE_S:
             self._losses = 0
-        pause_s = min(2.0 ** (self._losses - 1), LONGEST_PAUSE_S) if self._losses else 0.0
         self._losses, self.healthy = self._losses + 1, False
+        pause_s = pause_before(self._losses)
         ending = processes.end(deployment, grace_s, self.living(), service=self.name)
         self.restart = Restart(ending, now + pause_s)
 

@@ -20,6 +20,11 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     return min((limit for limit in limits if limit), default=None)
 
 
+def longest_row(config: PreTrainedConfig, *limits: int) -> int:
+    """Returns the most tokens of a row that a model reads and that other limits, at least one, allow."""
+    return min(filter(None, [*limits, max_positions(config)]))
+
+
 def _longrope_limits(config: Any) -> Iterator[int | None]:
     """Yields the positions up to which each kind of layer with embeddings of type longrope has its first factors."""
     given: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}

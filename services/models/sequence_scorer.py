@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from services.compute.splitting import cut
 from services.models.families import load_scoring_model
-from services.models.positions import max_positions
+from services.models.positions import longest_row
 from services.models.tokenizers import check_tokenizer, load_tokenizer
 
 
@@ -60,7 +60,7 @@ class SequenceScorer:
         if self._pad_id is None:
             raise ValueError(f"config.json of {directory} has no pad_token_id, so rows cannot share a batch")
         self._token_budget = token_budget
-        self.max_tokens = min(filter(None, [token_budget, max_positions(self.model.config)]))
+        self.max_tokens = longest_row(self.model.config, token_budget)
         nn.Module.to(self.model, device)
 
     def stage_weights(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from rlhf.v1 import reward_pb2, worker_pb2
 from services.compute.microbatch import pad
 from services.compute.splitting import cut
 from services.models.families import load_scoring_model
-from services.models.positions import max_positions
+from services.models.positions import longest_row
 from services.reward.model import PairRewardWorker, last_score, model_table
 from services.reward.model_scorer import SequenceModelScorer
 from services.reward.scorers.base import score_request
@@ -41,7 +41,7 @@ class ShardedScorer(SequenceModelScorer):
             raise ConfigError(
                 f"model: config.json of {table.model} has no pad_token_id, so rows cannot share a batch"
             )
-        most = min(filter(None, [budget, max_positions(config)]))
+        most = longest_row(config, budget)
         super().__init__(table, worker.tokenizer, most, config.vocab_size)
         self._worker, self._budget, self._pad_id = worker, budget, config.pad_token_id
 

@@ -17,7 +17,7 @@ from services.compute.microbatch import to_device
 from services.engines.base import EngineSetup, TrainEngine
 from services.engines.implementation import compute_dtype
 from services.models.loading import Load
-from services.models.positions import max_positions
+from services.models.positions import longest_row
 from services.models.tokenizers import check_vocabulary
 from services.roles.background import BackgroundWriter
 from services.roles.columns import Sequences
@@ -102,7 +102,7 @@ class ModelWorker(SendingWorker, LanguageWorker):
         answer.parameters = self.engine.num_parameters
         answer.engine = self.engine_name()
         answer.limits.extend(_limits_of(self.torch_device, compute_dtype(self.table)))
-        answer.max_tokens = min(filter(None, [self.table.token_budget, max_positions(self.model_config)]))
+        answer.max_tokens = longest_row(self.model_config, self.table.token_budget)
         return answer
 
     def around(self, run: Callable[[], CallResult]) -> CallResult:

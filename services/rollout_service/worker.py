@@ -12,7 +12,7 @@ from rlhf.v1 import actor_pb2, worker_pb2
 from services.engines.base import HeldTensor
 from services.engines.implementation import compute_dtype
 from services.generation.generator import SequenceGenerator
-from services.models.positions import max_positions
+from services.models.positions import longest_row
 from services.models.tokenizers import check_vocabulary
 from services.roles.receiving_worker import ReceivingWorker
 from services.rollout.base import RolloutSetup
@@ -48,7 +48,7 @@ class RolloutWorker(ReceivingWorker):
             self._wanted = self._wanted_by(table, ranks)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: {error}") from error
-        self.longest_row = min(filter(None, [max_positions(config), *table.row_limits.values()]))
+        self.longest_row = longest_row(config, *table.row_limits.values())
         self.rollout = make_rollout(table, RolloutSetup(None, ranks.mesh, self.torch_device))
         self._generator = SequenceGenerator(self, self.rollout, table.model)
         self.inbox = WeightInbox(self.rollout, self._wanted, second_buffer=table.second_buffer)

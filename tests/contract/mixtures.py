@@ -1,5 +1,5 @@
-"""What engine fsdp and the experts of transformers compute for mixtures of experts, on any device: tests for a subclass
-with a fixture `device`."""
+"""Numbers of mixtures of experts, by engine fsdp and by transformers, on any device: tests for a subclass with a
+fixture `device`."""
 
 from __future__ import annotations
 

@@ -7,6 +7,17 @@ from nccl_transfer.transports.gpu.communicator import why_no_nccl
 
 
 @pytest.fixture(scope="session")
+def gpu():
+    """The GPU of this process as a device of torch."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.fail("`-m gpu` asks for a GPU, and torch finds none")
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="session")
 def cuda():
     """The GPU of this process."""
     reason = why_no_cuda()

@@ -29,14 +29,6 @@ HEADS, KEY_HEADS, DIM = 8, 4, 128
 LONG = RowShapes([0, 0, 1, 2, 2, 2], [700, 300, 1500], [400, 1, 900, 30, 250, 1000])
 
 
-@pytest.fixture(scope="module")
-def gpu() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.fail("`-m gpu` asks for a GPU, and torch finds none")
-    torch.cuda.set_device(0)
-    return torch.device("cuda", 0)
-
-
 def attended(
     gpu: torch.device,
     shapes: RowShapes,

@@ -15,11 +15,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 class OnGPU:
     @pytest.fixture(scope="class")
     @classmethod
-    def device(cls) -> torch.device:
-        if not torch.cuda.is_available():
-            pytest.fail("`-m gpu` asks for a GPU, and torch finds none")
-        torch.cuda.set_device(0)
-        return torch.device("cuda", 0)
+    def device(cls, gpu: torch.device) -> torch.device:
+        return gpu
 
 
 class TestExperts(OnGPU, Experts):

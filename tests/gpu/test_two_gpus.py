@@ -13,9 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    if not torch.cuda.is_available():
-        pytest.fail("`-m gpu` asks for a GPU, and torch finds none")
+def reports(gpu: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     if (count := torch.cuda.device_count()) < 2:
         pytest.skip(f"needs two GPUs, this host shows {count}")
     models = save_models(tmp_path_factory.mktemp("models"))

@@ -46,11 +46,8 @@ SAMPLING = SamplingOptions(max_new_tokens=24, temperature=TEMPERATURE)
 
 
 @pytest.fixture(scope="module")
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.fail("`-m gpu` asks for a GPU, and torch finds none")
-    torch.cuda.set_device(0)
-    return torch.device("cuda", 0)
+def device(gpu: torch.device) -> torch.device:
+    return gpu
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def operands(name: str, num_rows: int) -> tuple[Any, ...]:
 
 
 def source(sources: Sources, name: str, num_rows: int) -> str:
-    """Returns the source of a kernel in a process whose first call has so many rows."""
+    """Returns the source of a kernel in a process whose first call of it has `num_rows` rows."""
     torch._dynamo.reset()
     kernel = fresh(getattr(fused, name))
     with torch.no_grad():
