@@ -16,6 +16,10 @@ from settings.service import ENDING_S
 LEARNS_S = 2.0
 """Time, in seconds, within which a service that a killed controller has left begins to end."""
 
+SETTLED_S = 0.3
+"""Time, in seconds, for which an address must be held by other processes before it counts as in use: that of a service
+that has ended between the probe and the search for it is free at the next probe."""
+
 
 def never() -> bool:
     """Returns False."""
@@ -34,14 +38,16 @@ def probe_when_free(address: str, service: str, should_stop: Callable[[], bool] 
     Raises:
         OSError: The address is in use, or not this host's.
     """
-    began = time.monotonic()
+    began = was_ending = time.monotonic()
     while True:
         try:
             return addresses.probe(address)
         except OSError as error:
-            waited_s = time.monotonic() - began
-            is_over = error.errno != errno.EADDRINUSE or waited_s >= ENDING_S
-            if is_over or not _is_ending(address, service, waited_s):
+            if error.errno != errno.EADDRINUSE or time.monotonic() - began >= ENDING_S:
+                raise
+            if _is_ending(address, service, time.monotonic() - began):
+                was_ending = time.monotonic()
+            elif time.monotonic() - was_ending >= SETTLED_S:
                 raise
         if should_stop():
             return
@@ -50,11 +56,15 @@ def probe_when_free(address: str, service: str, should_stop: Callable[[], bool] 
 
 def _is_ending(address: str, service: str, waited_s: float) -> bool:
     """Returns whether a process of a deployment listens on the port of an address, and the service does not serve, or
-    has served for less than `LEARNS_S` of the wait: it takes a moment until it learns that its controller has ended."""
+    has served for less than `LEARNS_S` of the wait: it takes a moment until it learns that its controller has ended.
+    Also True for a process that exits: its environment, which has the mark, is freed before its sockets are."""
     port = int(address.rpartition(":")[2])
     pids = {each.pid for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port}
     try:
-        if not any(pid and is_marked(psutil.Process(pid)) for pid in pids):
+        holders = [psutil.Process(pid) for pid in pids if pid]
+        if any(process.memory_info().vms == 0 for process in holders):
+            return True
+        if not any(is_marked(process) for process in holders):
             return False
     except psutil.NoSuchProcess:  # it has just ended
         return True

@@ -60,8 +60,7 @@ def test_further_arguments_are_given_to_vllm(arguments: Any):
 def test_training_keeps_its_precision_of_matrix_products_in_float32(
     precision: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
-    from vllm import envs
-
+    envs = pytest.importorskip("vllm.envs")
     before = torch.get_float32_matmul_precision()
     monkeypatch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "medium")
     torch.set_float32_matmul_precision(precision)
