@@ -7,7 +7,7 @@ import importlib.util
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -130,9 +130,9 @@ def command_lines(page: str) -> Iterator[list[str]]:
                 yield shlex.split(re.split(r"\s[>&|;]", command)[0], comments=True)
 
 
-def parse(words: list[str]) -> dict[str, Any]:
+def parse(words: Sequence[str]) -> dict[str, Any]:
     """Parameters of a command line; raises click.UsageError where it has an option that there is not."""
-    program, arguments = PROGRAMS[words[0]], words[1:]
+    program, arguments = PROGRAMS[words[0]], list(words[1:])
     while isinstance(program, click.Group) and arguments and arguments[0] in program.commands:
         program, arguments = program.commands[arguments[0]], arguments[1:]
     try:
