@@ -35,6 +35,7 @@ second = ResourcePool("second", both.devices[1:])
 actor = ActorTable(
     role="actor",
     address="127.0.0.1:7101",
+    device="cpu",
     ranks=2,
     model=TASK / "model",
     optimizer=OptimizerTable(learning_rate=5e-4),

@@ -48,7 +48,7 @@ class Config(Strict):
     """Places all services on `devices`, in place of pools by hand; see docs/placement.md. colocate: all on the same;
     standalone: each on its own; split: actor, rollout and reference on some, the others on others; interleaved: what
     learns or generates on all, the others each on a part of them; disaggregated: what learns on some, and rollout,
-    reference and rewards on others. Default: pools, or each service on devices of its own."""
+    values, reference and rewards on others. Default: pools, or each service on devices of its own."""
     devices: list[str] = []
     """Names of the devices of `placement`, taken in this order; as in `pools`. Default: as many as it needs, named
     gpu:0 and so on, or cpu:0 where all services compute on the CPU."""

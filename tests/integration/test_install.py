@@ -73,6 +73,11 @@ def test_every_module_of_our_rooms_is_installed(wheel: zipfile.ZipFile) -> None:
             assert str(path.relative_to(ROOT)) in names
 
 
+def test_type_checkers_find_the_types_of_the_python_interface(wheel: zipfile.ZipFile) -> None:
+    """PEP 561: without the marker mypy takes everything that is imported from a package for Any."""
+    assert {"rlhf/py.typed", "settings/py.typed", "controller/py.typed"} <= set(wheel.namelist())
+
+
 def test_torch_comes_with_an_extra_only(wheel: zipfile.ZipFile) -> None:
     metadata = next(name for name in wheel.namelist() if name.endswith("METADATA"))
     requires = Parser().parsestr(wheel.read(metadata).decode()).get_all("Requires-Dist") or []

@@ -90,6 +90,14 @@ def test_the_configuration_on_the_page_of_the_docs_is_one() -> None:
     assert config.devices_of("actor") == config.devices_of("critic") == {"cpu:0", "cpu:1"}
 
 
+@pytest.mark.parametrize("path", ["docs/python.md", "examples/from_python.py"])
+def test_services_with_a_model_that_python_makes_compute_on_the_cpu(path: str) -> None:
+    """They would be refused on a host whose GPUs are fewer than their ranks."""
+    tables = re.findall(r"(?:Actor|Critic|Reference)Table\([^)]+", (QUICKSTART.parents[2] / path).read_text())
+    assert tables
+    assert all('device="cpu"' in table for table in tables)
+
+
 def test_a_config_is_given_as_itself_as_tables_or_as_the_path_of_a_file() -> None:
     config = load(QUICKSTART)
     assert as_config(config) is config
