@@ -65,7 +65,8 @@ def test_rows_of_a_file_go_round_and_lack_nothing(tmp_path: Path) -> None:
 def test_text_rows_have_the_number_of_tokens_of_their_responses(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", {"response": "yes", "response_tokens": 2}, {"response": "no"})
     counted, uncounted, made_up = (
-        to_text_rows(make_batches(TEXT, SHAPE, data)[0])[row] for data, row in ((path, 0), (path, 1), (None, 0))
+        to_text_rows(make_batches(TEXT, SHAPE, data)[0])[row]
+        for data, row in ((path, 0), (path, 1), (None, 0))
     )
     assert (counted.response_tokens, dict(counted.metadata)) == (2, {})
     assert (uncounted.HasField("response_tokens"), uncounted.response_tokens) == (True, len("no"))
