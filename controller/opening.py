@@ -18,7 +18,7 @@ from controller.checkpoints.store import CheckpointStore
 from controller.checkpoints.termination import Termination
 from controller.config.config import Config
 from controller.data.draws import Limit, longest_prompt
-from controller.data.length_lines import prompts_left_out, responses_cut
+from controller.data.length_lines import prompts_left_out, responses_cut, responses_without_end
 from controller.epochs import steps_of_epochs
 from controller.foresight import arena_warnings
 from controller.launch import LaunchedServices
@@ -89,7 +89,8 @@ def open_planned(
         directory.write_text(CONFIG_FILE, plan.resolved(config))
         before = plan.resumes.facts.get("limits") if plan.resumes else None
         limits = row_limits(config, cluster.token_services(), before)
-        for line in _data_lines(plan, config, limits[0]):
+        endless = responses_without_end(config, plan.algorithm.columns, cluster.descriptions)
+        for line in (*_data_lines(plan, config, limits[0]), *endless):
             progress.message(line)
         progress.message(f"run directory: {directory.path}")
         progress.begin(config.run.steps, plan.resumes.step if plan.resumes else 0)
