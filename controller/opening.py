@@ -191,7 +191,8 @@ def _connect(
         remove_journal(directory.path)
     cut_files(directory.path, plan.resumes.marks)
     (directory.path / SUMMARY_FILE).unlink(missing_ok=True)
-    progress.message(restorer.line())
+    for line in (restorer.line(), *restorer.changes()):
+        progress.message(line)
     return plan
 
 
