@@ -17,13 +17,14 @@ from controller.config.devices import ranks_line
 from controller.epochs import steps_of_epochs
 from controller.evaluate import evaluate
 from controller.export import export
-from controller.foresight import check_listening, check_models
+from controller.foresight import check_listening, check_models, missing_models
 from controller.job import resume, run
 from controller.plan import Plan
 from controller.quickstart import build_quickstart, load_quickstart
 from controller.tracking.report import write_report
 from controller.training.algorithm import Algorithm
 from reports.units import figure_text, percent_text
+from rlhf.addresses import is_loopback
 from rlhf.errors import ConfigError
 from rlhf.stacks import dump_on_signal
 from settings.commands import errors_shown, set_option
@@ -273,7 +274,8 @@ def _check_alone(**given: object) -> None:
 
 def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool) -> None:
     """Checks a configuration as a run would, and prints it with all defaults to stdout, and the services of the run to
-    stderr, with the numbers of rows where `has_data`; else the data is not read, since a quickstart builds it later.
+    stderr, with the numbers of rows where `has_data`; else the data is not read, since a quickstart builds it and its
+    model later. Warns of a model that this host does not have, of a service here that must already be running.
 
     Raises:
         ConfigError: The configuration, a model or the data cannot be used; the same errors that `run` raises.
@@ -288,9 +290,15 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
         config = algorithm.configure(config)
         check_models(config)
     check_listening(config)
+    missing = missing_models(config) if has_data else {}
     for name, table in config.services.items():
         ranks = "1 rank" if table.ranks == 1 else f"{table.ranks} ranks"
-        start = "would be started" if launch and not table.external else "must already be running"
+        starts = launch and not table.external
+        if name in missing and starts:
+            raise ConfigError(missing[name])
+        if name in missing and is_loopback(table.address.rpartition(":")[0]):
+            click.echo(f"warning: {missing[name]}", err=True)
+        start = "would be started" if starts else "must already be running"
         where = f", {ranks_line(config.device_order(name), table.ranks)}" if config.is_placed(name) else ""
         click.echo(f"services.{name}: {table.role}, {ranks} at {table.address}{where}, {start}", err=True)
     click.echo(tomli_w.dumps(algorithm.resolved(config)), nl=False)

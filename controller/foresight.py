@@ -15,7 +15,7 @@ from rlhf.errors import ConfigError
 from rlhf.roles import find_role
 from settings.fit import check_model_fits
 from settings.generation import GeneratingTable
-from settings.hub import DESCRIPTION, fetch, hub_model
+from settings.hub import DESCRIPTION, directory_problem, fetch, hub_model
 from settings.memory.vllm_cache import check_vllm_cache
 from settings.model import LoadedModelTable, ModelTable
 from settings.reward import RewardTable
@@ -93,6 +93,16 @@ def fetch_descriptions(config: Config) -> None:
                 fetch(model, f"services.{name}.model", config.run.connect_timeout_s, DESCRIPTION)
             except ConfigError as error:
                 logging.warning("%s", error)
+
+
+def missing_models(config: Config) -> dict[str, str]:
+    """Returns a line for each service whose model is not on the hub and is no directory of this host, by service."""
+    models = {name: table.model_directory for name, table in config.services.items()}
+    return {
+        name: f"services.{name}.model: {problem}"
+        for name, model in models.items()
+        if model is not None and hub_model(model) is None and (problem := directory_problem(model))
+    }
 
 
 def check_models(config: Config) -> None:

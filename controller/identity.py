@@ -30,7 +30,8 @@ class Identity:
             checkout.
         started_unix_ns: Start of the run, Unix time in nanoseconds.
         seed: Seed of the run.
-        resumed: One entry for each time that the run was resumed: step, command line, version, commit and time.
+        resumed: One entry for each time that the run was resumed: step, command line, version, commit, time, and
+            learning rates that were changed.
         replaced: One entry for each time that a service was lost and replaced before that: service, step, cause and
             time.
     """
@@ -51,7 +52,13 @@ class Identity:
         version = importlib.metadata.version("rlhf-cluster")
         return Identity(algorithm, command_line, version, git_commit(), started_unix_ns, seed)
 
-    def resuming(self, stored: Mapping[str, Any], known: Mapping[str, Any], step: int) -> Identity:
+    def resuming(
+        self,
+        stored: Mapping[str, Any],
+        known: Mapping[str, Any],
+        step: int,
+        changed: Mapping[str, tuple[Any, Any]] | None = None,
+    ) -> Identity:
         """Returns the identity of a run that this process resumes.
 
         Args:
@@ -59,6 +66,7 @@ class Identity:
             known: The identity that the run has had last, which also lists the times that it was resumed and wrote no
                 checkpoint. Empty where it is lost.
             step: Number of the step after which it is resumed.
+            changed: Learning rates before and from then on, by key (`changed_learning_rates`). Default: none.
         """
         entry = {
             "step": step,
@@ -66,6 +74,7 @@ class Identity:
             "version": self.version,
             "commit": self.commit,
             "at": self.started,
+            **({"changed": {key: list(values) for key, values in changed.items()}} if changed else {}),
         }
         kept = {name: stored[name] for name in ("algorithm", "command_line", "version", "commit")}
         return replace(

@@ -18,7 +18,7 @@ from controller.checkpoints.store import CheckpointStore
 from controller.checkpoints.termination import Termination
 from controller.config.config import Config
 from controller.data.draws import Limit, longest_prompt
-from controller.data.length_lines import prompts_left_out, responses_cut
+from controller.data.length_lines import prompts_left_out, responses_cut, responses_without_end
 from controller.epochs import steps_of_epochs
 from controller.foresight import arena_warnings
 from controller.launch import LaunchedServices
@@ -89,7 +89,7 @@ def open_planned(
         directory.write_text(CONFIG_FILE, plan.resolved(config))
         before = plan.resumes.facts.get("limits") if plan.resumes else None
         limits = row_limits(config, cluster.token_services(), before)
-        for line in _data_lines(plan, config, limits[0]):
+        for line in _data_lines(plan, config, limits[0], cluster):
             progress.message(line)
         progress.message(f"run directory: {directory.path}")
         progress.begin(config.run.steps, plan.resumes.step if plan.resumes else 0)
@@ -190,7 +190,8 @@ def _connect(
         remove_journal(directory.path)
     cut_files(directory.path, plan.resumes.marks)
     (directory.path / SUMMARY_FILE).unlink(missing_ok=True)
-    progress.message(restorer.line())
+    for line in (restorer.line(), *restorer.changes()):
+        progress.message(line)
     return plan
 
 
@@ -286,13 +287,14 @@ def _session(plan: Plan, directory: RunDirectory, *, take_over: bool) -> Session
     )
 
 
-def _data_lines(plan: Plan, config: Config, limit: Limit | None) -> list[str]:
-    """Returns lines for the terminal on the rows of a run: how many steps `run.epochs` are, and which rows are too
-    long for `limit`, or have longer responses than are trained."""
+def _data_lines(plan: Plan, config: Config, limit: Limit | None, cluster: Cluster) -> list[str]:
+    """Returns lines for the terminal on the rows of a run: how many steps `run.epochs` are, which rows are too long for
+    `limit`, or have longer responses than are trained, and which services generate responses without an end."""
     lines = (
         steps_of_epochs(config, len(plan.data[0])),
         prompts_left_out(plan.data, limit),
         responses_cut(config, plan.data, plan.algorithm.columns),
+        *responses_without_end(config, plan.algorithm.columns, cluster.descriptions),
     )
     return [line for line in lines if line]
 

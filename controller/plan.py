@@ -11,7 +11,7 @@ from pathlib import Path
 import tomli_w
 
 from controller.algorithms import AnyAlgorithm, as_algorithm, reference_of
-from controller.checkpoints.facts import check_config, check_contents, contents_of
+from controller.checkpoints.facts import changed_learning_rates, check_config, check_contents, contents_of
 from controller.checkpoints.resume_point import ResumePoint
 from controller.config.config import Config, with_settings
 from controller.data.prompts import PromptData, TextData, load_data
@@ -104,12 +104,14 @@ class Plan:
     def at(self, point: ResumePoint) -> Plan:
         """Returns the plan of the same run that goes on from another point. Raises ConfigError where its config, data,
         tokenizer or models are not those of that point, or the run has ended there."""
-        check_config(point.facts["config"], self.algorithm.resolved(self.config), elsewhere=self.elsewhere)
+        before, resolved = point.facts["config"], self.algorithm.resolved(self.config)
+        check_config(before, resolved, elsewhere=self.elsewhere)
         _check_unfinished(point, self.config)
         check_contents(point.facts["contents"], self.contents)
         stored, now = point.facts["identity"], time.time_ns()
         this = Identity.of(stored["algorithm"], self.config.run.seed, now)
-        identity = this.resuming(stored, read_json(point.run_dir / RUN_FILE), point.step)
+        changed = changed_learning_rates(before, resolved)
+        identity = this.resuming(stored, read_json(point.run_dir / RUN_FILE), point.step, changed)
         plan = replace(self, resumes=point, identity=identity)
         vars(plan)["contents"] = self.contents  # the files are read once
         return plan

@@ -10,6 +10,7 @@ from controller.checkpoints.facts import check_dtypes, check_platform, dtypes_of
 from controller.checkpoints.limits import row_limits
 from controller.checkpoints.resume_point import ResumePoint
 from controller.plan import Plan
+from controller.role_groups.admission import shown
 from controller.role_groups.cluster import Restoration, SavedState
 from controller.role_groups.discovery import reads_tokens
 from controller.role_groups.platform import platform_of
@@ -62,6 +63,14 @@ class Restorer:
         services = f"loaded: {', '.join(self._loaded)}" if self._loaded else "nothing was loaded"
         kept = f"; held the state: {', '.join(held)}" if held else ""
         return f"resumed after step {self._point.step}; {services}{kept}"
+
+    def changes(self) -> list[str]:
+        """Returns a line for the terminal for each learning rate that differs from here on."""
+        changed = self.plan.identity.resumed[-1].get("changed", {})
+        return [
+            f"{key} was {shown(there)} and is {shown(here)} from here on; a run without the change has other results"
+            for key, (there, here) in changed.items()
+        ]
 
     @property
     def _point(self) -> ResumePoint:

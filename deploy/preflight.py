@@ -9,14 +9,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 
 from controller.config.config import Config
 from deploy.ending import never, probe_when_free
 from rlhf import addresses
 from rlhf.errors import ConfigError
 from settings.fit import check_model_fits
-from settings.hub import DESCRIPTION, fetch
+from settings.hub import DESCRIPTION, directory_problem, fetch
 from settings.memory.vllm_cache import check_vllm_cache
 from settings.reward import RewardTable
 from settings.services import Service
@@ -127,11 +126,8 @@ def check_model(name: str, table: Service) -> None:
     if table.model_directory is None:
         return
     model = fetch(table.model_directory, f"services.{name}.model", table.startup_timeout_s, DESCRIPTION)
-    if (model / "config.json").is_file():
-        return
-    relative = "" if model.is_absolute() else f" (relative to the working directory {Path.cwd()})"
-    problem = f"directory {model} has no config.json" if model.is_dir() else f"there is no directory {model}"
-    raise ConfigError(f"services.{name}.model: {problem}{relative}")
+    if problem := directory_problem(model):
+        raise ConfigError(f"services.{name}.model: {problem}")
 
 
 def check_function(name: str, table: Service) -> None:

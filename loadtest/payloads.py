@@ -25,6 +25,9 @@ MADE_UP = 64
 MOST_FROM_FILE = 1024
 """Maximum number of different requests that are made from a file."""
 IDS = ("prompt_ids", "response_ids")
+TOKENS = "response_tokens"
+TEXTS = ("prompt", "response", "ground_truth", "metadata", TOKENS)
+"""Columns of a text row."""
 _ALPHABET = string.ascii_letters + string.digits + " "
 
 
@@ -130,13 +133,15 @@ def to_batch(rows: list[dict[str, Any]], columns: Iterable[str]) -> Batch:
 
 
 def to_text_rows(rows: list[dict[str, Any]]) -> list[reward_pb2.TextRow]:
-    """Converts rows to the TextRow messages that a reward of texts takes."""
+    """Converts rows to the TextRow messages that a reward of texts takes. A response counts as one token per character
+    where `response_tokens` is None."""
     return [
         reward_pb2.TextRow(
             prompt=row["prompt"],
             response=row["response"],
             ground_truth=row["ground_truth"],
             metadata=json_format.ParseDict(row["metadata"], struct_pb2.Struct()),
+            response_tokens=len(row["response"]) if row[TOKENS] is None else row[TOKENS],
         )
         for row in rows
     ]
@@ -151,7 +156,7 @@ def _column(name: str, values: list[Any]) -> Jagged[np.ndarray] | list[str]:
 
 def _value(name: str, row: Row, shape: Shape, generator: random.Random) -> Any:
     if name == "metadata":
-        known = ("prompt", "response", "ground_truth", *IDS)
+        known = ("prompt", "response", "ground_truth", TOKENS, *IDS)
         return {key: value for key, value in row.items() if key not in known}
     if name == "ground_truth" and name in row:
         given = row[name]
@@ -163,6 +168,8 @@ def _value(name: str, row: Row, shape: Shape, generator: random.Random) -> Any:
         return "".join(_value(part, row, shape, generator) for part in ("prompt", "response"))
     if row.get(name) is not None:
         return _checked(name, row[name])
+    if name == TOKENS:
+        return None
     length = (shape.prompt if name.startswith("prompt") else shape.response).draw(generator)
     if name in IDS:
         return [generator.randrange(shape.vocabulary) for _ in range(length)]
@@ -170,11 +177,12 @@ def _value(name: str, row: Row, shape: Shape, generator: random.Random) -> Any:
 
 
 def _checked(name: str, value: Any) -> Any:
-    right = isinstance(value, list) and all(type(token) is int for token in value) if name in IDS else (
-        isinstance(value, str)
-    )  # fmt: skip
-    if not right:
-        raise ConfigError(
-            f"--data: {name} is not {'a list of integers' if name in IDS else 'text'}: {value!r:.80}"
-        )
+    if name in IDS:
+        expected, fits = "a list of integers", isinstance(value, list) and all(type(t) is int for t in value)
+    elif name == TOKENS:
+        expected, fits = "a number of tokens", type(value) is int and 0 <= value < 2**32
+    else:
+        expected, fits = "text", isinstance(value, str)
+    if not fits:
+        raise ConfigError(f"--data: {name} is not {expected}: {value!r:.80}")
     return value

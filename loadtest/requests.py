@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import payloads
-from loadtest.payloads import IDS, Shape
+from loadtest.payloads import IDS, TEXTS, Shape
 from loadtest.target import Target
 from nccl_transfer.refs import wire
 from nccl_transfer.refs.protocols import get_protocol
@@ -36,7 +36,7 @@ def make_requests(target: Target, method: Method, shape: Shape, data: Path | Non
 
 def _columns(method: Method, as_text: bool) -> Sequence[str]:
     if method.name == "ComputeReward":
-        return ("prompt", "response", "ground_truth", "metadata") if as_text else IDS
+        return TEXTS if as_text else IDS
     return method.inputs
 
 

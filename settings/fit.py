@@ -120,8 +120,7 @@ def _computed_together(table: ModelTable | RolloutServiceTable) -> Iterator[tupl
 
 def read_shape(model: Path) -> meshes.Shape:
     """Reads the integers in the config.json of a model directory, by key. Returns an empty mapping where the file
-    cannot be read. With rotary embeddings of type longrope, the positions are `original_max_position_embeddings`, as in
-    `services.models.positions`."""
+    cannot be read. With rotary embeddings of type longrope, the positions are those of `longrope_positions`."""
     return _integers(_read_config(model))
 
 
@@ -136,10 +135,21 @@ def _read_config(model: Path) -> Mapping[str, Any]:
 
 def _integers(config: Mapping[str, Any]) -> meshes.Shape:
     sizes = {key: value for key, value in config.items() if isinstance(value, int)}
-    for rope in (config.get("rope_scaling"), config.get("rope_parameters")):
-        if isinstance(rope, dict) and _LONGROPE & {rope.get("rope_type"), rope.get("type")}:
-            original = rope.get(_ORIGINAL_POSITIONS, sizes.get(_ORIGINAL_POSITIONS))
-            sizes |= (
-                dict.fromkeys((POSITIONS, _ORIGINAL_POSITIONS), original) if isinstance(original, int) else {}
-            )
+    if originals := longrope_positions(config):
+        sizes |= dict.fromkeys((POSITIONS, _ORIGINAL_POSITIONS), min(originals))
     return sizes
+
+
+def longrope_positions(config: Mapping[str, Any]) -> list[int]:
+    """Returns `original_max_position_embeddings` of each kind of layer with rotary embeddings of type longrope (Phi 3
+    and 4), in a config.json or in the dictionary of a configuration of transformers. Rows have no more tokens: if one
+    row of a micro-batch has more, transformers rotates all positions of all its rows differently, so that a row's
+    numbers would depend on its neighbours."""
+    given = [rope for key in ("rope_scaling", "rope_parameters") if isinstance(rope := config.get(key), dict)]
+    kinds = [each for rope in given for each in (rope, *rope.values()) if isinstance(each, dict)]
+    found = [
+        each.get(_ORIGINAL_POSITIONS) or config.get(_ORIGINAL_POSITIONS)
+        for each in kinds
+        if _LONGROPE & {each.get("rope_type"), each.get("type")}
+    ]
+    return [positions for positions in found if isinstance(positions, int)]

@@ -68,6 +68,16 @@ def local_directory(model: Path) -> Path:
     return Path(config).parent if isinstance(config, str) else model
 
 
+def directory_problem(model: Path) -> str:
+    """Returns why a path is no directory of a model on this host: it does not exist, or has no config.json. Empty for a
+    directory with one."""
+    if (model / "config.json").is_file():
+        return ""
+    relative = "" if model.is_absolute() else f" (relative to the working directory {Path.cwd()})"
+    problem = f"directory {model} has no config.json" if model.is_dir() else f"there is no directory {model}"
+    return f"{problem}{relative}"
+
+
 def commit_of(directory: Path) -> str | None:
     """Returns the commit of a snapshot in the cache, given its directory; None for other directories."""
     return directory.name if directory.parent.name == "snapshots" else None

@@ -109,7 +109,10 @@ def security_of(tables: Mapping[str, Any], path: Path) -> Security:
 def _adopt(context: click.Context, option: click.Parameter, path: Path | None) -> None:
     if path is not None:
         try:
-            adopt(load_security(path))
+            tables = read_tables(path)
+            if "security" not in tables:
+                raise ConfigError(f"--security: {path} has no table [security]")
+            adopt(security_of(tables, path))
         except ConfigError as error:
             raise click.UsageError(str(error), context) from None
 

@@ -7,6 +7,7 @@ import functools
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -127,20 +128,47 @@ COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scri
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_sets_the_verbosity_of_grpc_before_it_imports_it(command: str) -> None:
-    code = (
-        "import os, sys\n"
-        "class Watch:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        assert name != 'grpc' or 'GRPC_VERBOSITY' in os.environ\n"
-        "sys.meta_path.insert(0, Watch())\n"
-        f"import {COMMANDS[command].partition(':')[0]}\n"
-        "assert 'grpc' in sys.modules"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment
+    ran = run_command(
+        command,
+        "assert name != 'grpc' or 'GRPC_VERBOSITY' in os.environ",
+        "assert 'grpc' in sys.modules",
     )
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(command: str) -> None:
+    ran = run_command(command, "name == 'click' and signal.raise_signal(signal.SIGINT)")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (128 + signal.SIGINT, "", "")
+
+
+def run_command(command: str, on_import: str, after_help: str = "pass") -> subprocess.CompletedProcess[str]:
+    """Calls the entry point of a command with --help in a process of its own.
+
+    Args:
+        command: Name of the command.
+        on_import: Statement that is executed before each import of a module `name`.
+        after_help: Statement that is executed after the help.
+    """
+    module, _, function = COMMANDS[command].partition(":")
+    code = (
+        "import os, signal, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        {on_import}\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        f"sys.argv = [{command!r}, '--help']\n"
+        f"from {module} import {function}\n"
+        "try:\n"
+        f"    {function}()\n"
+        "except SystemExit as ended:\n"
+        "    if ended.code: raise\n"
+        f"{after_help}"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment
+    )
 
 
 def package(role: str) -> str:

@@ -55,6 +55,10 @@ OF_A_SERVICE = (WHERE_IT_RUNS - {"role", "ranks"}) | {
     "http.urls",
 }
 """Keys of a service's table that may differ likewise."""
+LEARNING_RATE = frozenset(
+    f"optimizer.{key}" for key in ("learning_rate", "warmup_steps", "schedule", "total_steps", "min_ratio")
+)
+"""Keys of a service's table that may differ although they change later results; see `changed_learning_rates`."""
 ELSEWHERE = frozenset(
     {
         "activation_checkpointing",
@@ -122,9 +126,19 @@ def check_config(before: Mapping[str, Any], now: Mapping[str, Any], *, elsewhere
     ]
     if found:
         raise ConfigError(
-            f"{_listed(found)}. A resumed run may change only {', '.join(sorted(MAY_DIFFER))}, and where its services "
-            f"run{_hint(elsewhere, found)}"
+            f"{_listed(found)}. A resumed run may change only {', '.join(sorted(MAY_DIFFER))}, learning rates, and "
+            f"where its services run{_hint(elsewhere, found)}"
         )
+
+
+def changed_learning_rates(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns the value before and now of each key of `LEARNING_RATE` that a resumed run has changed, by key; arguments
+    as of `check_config`."""
+    return {
+        key: (there, here)
+        for key, there, here in differences(before["services"], now["services"], "services")
+        if key.split(".", 2)[-1] in LEARNING_RATE
+    }
 
 
 def check_contents(before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -197,7 +211,7 @@ def _may_differ(key: str, *, elsewhere: bool) -> bool:
     table, *rest = key.split(".")
     if {table, ".".join([table, *rest[:1]]), _NUMBER.sub(".*.", key)} & MAY_DIFFER:
         return True
-    may = OF_A_SERVICE | ELSEWHERE if elsewhere else OF_A_SERVICE
+    may = OF_A_SERVICE | LEARNING_RATE | (ELSEWHERE if elsewhere else set())
     return table == "services" and len(rest) > 1 and bool({rest[1], ".".join(rest[1:])} & may)
 
 

@@ -1,8 +1,9 @@
-"""Lines for the terminal at the start of a run: how many rows are too long, of those looked at."""
+"""Lines for the terminal at the start of a run: how many rows are too long, of those looked at, and which models do not
+end their responses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from controller.data.draws import Data, Limit, counter, overlong_share, sample
 from controller.data.prompt_source import Prompt
 from controller.data.prompts import PromptData
 from rlhf.errors import ConfigError
+from rlhf.v1 import worker_pb2
 
 RESPONSES = ("response", "chosen", "rejected")
 """Names of the texts of a row that are cut to `rollout.max_response_tokens`."""
@@ -72,3 +74,22 @@ def responses_cut(config: Config, data: tuple[PromptData, PromptData], columns: 
         f"rows looked at, {np.sum(heldout > most)} of {len(heldout)} held-out ones; the longest has {longest} tokens, "
         "its end included. Raise rollout.max_response_tokens to train on all of them"
     )
+
+
+def responses_without_end(
+    config: Config, columns: Sequence[str], services: Mapping[str, worker_pb2.DescribeResponse]
+) -> Iterator[str]:
+    """Yields a line for each service that generates with a model without an EOS token; none where stop strings end
+    responses.
+
+    Args:
+        config: Configuration of the run.
+        columns: Names of the texts that the algorithm reads beside the prompt; with any, it generates no responses.
+        services: Responses of the services to Describe, by name.
+    """
+    for name, description in services.items():
+        if description.lacks_eos and not columns and not config.rollout.stop:
+            yield (
+                f"services.{name}.model has no EOS token, neither in its tokenizer nor in its generation config, so "
+                f"each response has rollout.max_response_tokens, {config.rollout.max_response_tokens}, tokens"
+            )

@@ -18,7 +18,7 @@ from controller.role_groups.codec import BatchCodec
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import awaited
 from controller.role_groups.placement import Place
-from controller.role_groups.replacement import Replacement
+from controller.role_groups.replacement import RESTARTS, Replacement
 from controller.role_groups.requests import BatchPart, cut, local_bytes, serialized, share_columns
 from nccl_transfer.refs.batch import Batch, LocalColumn
 from nccl_transfer.refs.mesh import Mesh
@@ -176,7 +176,7 @@ class GroupCall:
                 self.place.was_lost()
                 name, step = self.method.snake_name, self.step
                 if await replacement.after(error, name, step.number, number, losses):
-                    step.note(f"restarts/{self.callee.name}", 1)
+                    step.note(f"{RESTARTS}{self.callee.name}", 1)
 
     async def _answered(
         self, running: dict[str, RunningCall], distribution: RowDistribution, parts: Sequence[BatchPart]

@@ -15,6 +15,8 @@ from rlhf.errors import PeerFailed, Restarted, RlhfError, ServiceLost, ShuttingD
 REPORT_S = 3.0
 """Longest time, in seconds, to wait until the launcher reports why a service was lost."""
 POLL_S = 0.1
+RESTARTS = "restarts/"
+"""Prefix, before the name of a service, of the metric that counts its losses in a step and its evaluation."""
 
 
 class LostAgain(ServiceLost):

@@ -13,6 +13,7 @@ from controller.data.draws import Limit, rows_that_fit
 from controller.data.prompts import PromptData
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch, with_parts
+from controller.role_groups.replacement import RESTARTS
 from controller.tracking.recorder import Recorder
 from nccl_transfer.refs.batch import LocalColumn
 from nccl_transfer.refs.columns import Jagged
@@ -76,9 +77,9 @@ class Evaluator:
         return len(self._data) - len(self.rows)
 
     def evaluate(self, step: StepContext, evaluation: Evaluation, batch_rows: int = 0) -> dict[str, float]:
-        """Evaluates the held-out rows after a step and returns the metrics, with prefix evaluation/, and
-        time/evaluation_s. Appends the metrics to `history`. All rows of the step are freed after each batch, those of
-        its training too.
+        """Evaluates the held-out rows after a step and returns the metrics, with prefix evaluation/,
+        time/evaluation_s, and the losses of services in the step so far, with prefix `RESTARTS`. Appends the measured
+        metrics to `history`. All rows of the step are freed after each batch, those of its training too.
 
         Args:
             step: The step.
@@ -97,7 +98,7 @@ class Evaluator:
         self.history.append(measured)
         metrics = {f"evaluation/{name}": value for name, value in measured.items()}
         metrics["time/evaluation_s"] = self._cluster.session.now() - started
-        return metrics
+        return metrics | {name: count for name, count in step.noted.items() if name.startswith(RESTARTS)}
 
 
 def batches(data: PromptData, rows: np.ndarray, most: int) -> Iterator[FutureBatch]:

@@ -64,6 +64,7 @@ class ActorWorker(ModelWorker):
         answer = super().describe()
         answer.engine = f"{answer.engine}, rollout {self.rollout.name}"
         answer.limits.extend(self.rollout.limits)
+        answer.lacks_eos = self.table.generates and self._generator.lacks_eos
         return answer
 
     @register("3D_ALL_MICRO_DP")

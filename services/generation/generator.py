@@ -61,6 +61,11 @@ class SequenceGenerator:
         self._eos_ids = end_of_sequence_ids(directory, worker.eos_id)
         self.texts = TextCodec(worker)
 
+    @property
+    def lacks_eos(self) -> bool:
+        """Whether the model has no end-of-sequence token."""
+        return not self._eos_ids
+
     def generate_sequences(
         self,
         rows: CallRows,

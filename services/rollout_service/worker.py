@@ -65,6 +65,7 @@ class RolloutWorker(ReceivingWorker):
         answer.max_tokens = self.longest_row
         answer.limits.append("there is no optimizer state: weights come by LoadWeights, and none are saved")
         answer.limits.extend(self.rollout.limits)
+        answer.lacks_eos = self._generator.lacks_eos
         return answer
 
     @register("3D_ALL_MICRO_DP")

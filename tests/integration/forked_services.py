@@ -94,9 +94,11 @@ def wait_until_healthy(tables: dict[str, ServiceTable]) -> None:
     for name, table in tables.items():
         with contextlib.closing(Probe(table.address)) as probe:
             while not probe.serving():
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-                if pid or time.monotonic() - began > table.startup_timeout_s:
-                    sys.exit(f"service {name} is not healthy; a rank that ended: {pid or 'none'}")
+                # WNOWAIT: `serve` signals and reaps this rank too.
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended or time.monotonic() - began > table.startup_timeout_s:
+                    pid = ended.si_pid if ended else "none"
+                    sys.exit(f"service {name} is not healthy; a rank that ended: {pid}")
                 time.sleep(0.05)
 
 

@@ -109,7 +109,12 @@ def test_a_finished_run_goes_on_with_more_steps(
     ("settings", "said"),
     [
         (("run.seed=7",), "run.seed was 0"),
-        (("services.actor.optimizer.learning_rate=0.1",), "services.actor.optimizer.learning_rate was"),
+        (("services.actor.optimizer.eps=0.1",), "services.actor.optimizer.eps was"),
+        # Allowed, but not with services that were started with another one.
+        (
+            ("services.actor.optimizer.learning_rate=0.1",),
+            r"optimizer.learning_rate is \S+ there and 0.1 here",
+        ),
         (("run.stepz=7",), "run.stepz"),
     ],
 )

@@ -21,6 +21,7 @@ import pytest
 from controller import job
 from controller.checkpoints.store import DIRECTORY, PARTIAL, CheckpointStore
 from controller.config.config import Config
+from controller.tracking.metrics import read_metrics
 from integration.harness import Cluster, Service, free_ports, wait_until
 from integration.resuming import (
     RUN_TIMEOUT_S,
@@ -116,6 +117,22 @@ def test_a_run_that_is_killed_with_its_services_goes_on_with_the_same_results(
         run.kill_after(run.start(), 2)
         run.finish(run.resume())
         assert Results.of(run.run_dir) == expected
+
+
+@pytest.mark.slow
+def test_a_resumed_run_may_have_another_learning_rate_and_says_so(small: Config, tmp_path: Path) -> None:
+    config = with_tables(small, run={"steps": 2}, checkpoint={"at_end": True})
+    key = "services.actor.optimizer.learning_rate"
+    with resumable(config, tmp_path, algorithm="dr_grpo", options=LAUNCHED) as run:
+        run.finish(run.start())
+        first = Results.of(run.run_dir)
+        out, _ = run.finish(run.resume("--set", "run.steps=3", "--set", f"{key}=0.0"))
+        assert f"{key} was 0.0003 and is 0.0 from here on" in " ".join(out.split())
+        assert [line.get("actor/lr") for line in read_metrics(run.run_dir)] == [None, 3e-4, 3e-4, 0.0]
+        # At rate 0 a step changes no weight.
+        assert Results.of(run.run_dir).sha256 == first.sha256
+        (entry,) = json.loads((run.run_dir / "run.json").read_text())["resumed"]
+        assert entry["changed"] == {key: [3e-4, 0.0]}
 
 
 @pytest.mark.slow

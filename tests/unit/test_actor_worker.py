@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import sys
 import time
@@ -71,6 +73,20 @@ def test_an_actor_whose_responses_another_service_generates_has_no_rollout_engin
     assert actor.tokenize(text_rows(), actor_pb2.TokenizeRequest(), make_call()).columns
     assert actor.offload(text_rows(), None, make_call()).fields == {"moved_bytes": 0}
     actor.onload(text_rows(), None, make_call())
+
+
+@pytest.mark.parametrize("lacking", [("tokenizer", "config"), ("tokenizer",), ("config",), ()])
+def test_an_actor_says_whether_its_model_lacks_an_eos_token(
+    lacking: tuple[str, ...], tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    files = {"tokenizer": ("tokenizer_config.json",), "config": ("config.json", "generation_config.json")}
+    shutil.copytree(tiny_llama_dir, tmp_path / "model")
+    for path in (tmp_path / "model" / name for each in lacking for name in files[each]):
+        table = json.loads(path.read_text())
+        path.write_text(json.dumps({**table, "eos_token": None, "eos_token_id": None}))
+    table = {"role": "actor", "address": "127.0.0.1:1", "model": tmp_path / "model"}
+    described = ActorWorker(ActorTable.model_validate(table), Ranks(0, 1, 0)).describe()
+    assert described.lacks_eos is (len(lacking) == 2)
 
 
 def test_an_actor_that_was_offloaded_generates_after_it_has_loaded_a_checkpoint(

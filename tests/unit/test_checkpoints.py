@@ -29,7 +29,7 @@ from controller.advantage.kl import AdaptiveKL, FixedKL
 from controller.advantage.safe import Multiplier
 from controller.checkpoints import saver
 from controller.checkpoints.digests import Digest, digest_of
-from controller.checkpoints.facts import check_config, check_contents, check_platform
+from controller.checkpoints.facts import changed_learning_rates, check_config, check_contents, check_platform
 from controller.checkpoints.journal import Journal
 from controller.checkpoints.kept import KeptState
 from controller.checkpoints.resume_point import ResumePoint
@@ -649,7 +649,7 @@ class TestFacts:
             ("data.subset", "main"),
             ("rollout.temperature", 0.5),
             ("algorithm.mini_batch_size", 64),
-            ("services.actor.optimizer.learning_rate", 1e-3),
+            ("services.actor.optimizer.weight_decay", 1e-3),
             ("services.critic.dtype", "bfloat16"),
         ],
     )
@@ -672,6 +672,20 @@ class TestFacts:
         with pytest.raises(ConfigError, match=f"^{key} was .*--elsewhere"):
             check_config(tables, now, elsewhere=False)
         check_config(tables, now, elsewhere=True)
+
+    def test_learning_rates_may_differ_and_are_told(self, tables: dict[str, Any]) -> None:
+        now = changed(tables, "services.actor.optimizer.learning_rate", 1e-3)
+        now = changed(now, "services.critic.optimizer.schedule", "linear")
+        now = changed(now, "services.critic.optimizer.total_steps", 100)
+        now = changed(now, "run.steps", 100)
+        check_config(tables, now, elsewhere=False)
+        before = tables["services"]["actor"]["optimizer"]["learning_rate"]
+        assert changed_learning_rates(tables, now) == {
+            "services.actor.optimizer.learning_rate": (before, 1e-3),
+            "services.critic.optimizer.schedule": ("constant", "linear"),
+            "services.critic.optimizer.total_steps": (0, 100),
+        }
+        assert changed_learning_rates(tables, changed(tables, "run.steps", 100)) == {}
 
     def test_the_type_may_be_named_elsewhere_where_it_followed_the_device(
         self, tables: dict[str, Any]

@@ -120,6 +120,32 @@ def test_a_dry_run_refuses_texts_that_cannot_be_read(settings: tuple[str, ...]) 
         cli._show(algorithms.find_algorithm("safe_rlhf"), config, launch=False, has_data=True)
 
 
+def test_a_dry_run_names_a_model_that_this_host_does_not_have(
+    settings: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    models = {"actor": tmp_path / "no", "critic": tmp_path / "model", "reference": "owner/name"}
+    settings = (*settings, *(f"services.{name}.model='{model}'" for name, model in models.items()))
+    line = f"services.actor.model: there is no directory {tmp_path / 'no'}"
+
+    def show(*further: str, launch: bool) -> str:
+        config = load(QUICKSTART, (*settings, *further))
+        cli._show(algorithms.find_algorithm("ppo"), config, launch=launch, has_data=True)
+        return capsys.readouterr().err
+
+    with pytest.raises(ConfigError, match=f"^{line}$"):
+        show(launch=True)
+    warnings = [said for said in show(launch=False).splitlines() if said.startswith("warning: services.")]
+    assert warnings == [f"warning: {line}"]
+    elsewhere = ("services.actor.address='192.0.2.1:7101'", "services.actor.external=true")
+    assert line not in show(*elsewhere, launch=False) + show(*elsewhere, launch=True)
+
+
 @pytest.mark.parametrize(
     ("summary", "line"),
     [

@@ -268,6 +268,7 @@ def test_services_and_controller_agree_on_the_length_of_rows(tmp_path: Path) -> 
     [
         {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64},
         {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
+        {"rope_parameters": {"full": {"rope_type": "longrope", "original_max_position_embeddings": 64}}},
     ],
 )
 def test_rows_with_longrope_are_no_longer_than_its_first_positions(rope: dict, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rlhf.errors import ConfigError
 from rlhf.roles import BUILT_IN
 
 IDS = ("prompt_ids", "response_ids")
-TEXT = ("prompt", "response", "ground_truth", "metadata")
+TEXT = ("prompt", "response", "ground_truth", "metadata", "response_tokens")
 SHAPE = Shape(rows=3, prompt=Lengths(2, 5), response=Lengths(4, 4), vocabulary=7, seed=0)
 
 
@@ -62,6 +62,17 @@ def test_rows_of_a_file_go_round_and_lack_nothing(tmp_path: Path) -> None:
     assert dict(sent[0].metadata) == {"data_source": "sums"}
 
 
+def test_text_rows_have_the_number_of_tokens_of_their_responses(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", {"response": "yes", "response_tokens": 2}, {"response": "no"})
+    counted, uncounted, made_up = (
+        to_text_rows(make_batches(TEXT, SHAPE, data)[0])[row]
+        for data, row in ((path, 0), (path, 1), (None, 0))
+    )
+    assert (counted.response_tokens, dict(counted.metadata)) == (2, {})
+    assert (uncounted.HasField("response_tokens"), uncounted.response_tokens) == (True, len("no"))
+    assert made_up.response_tokens == len(made_up.response) == 4
+
+
 @pytest.mark.parametrize(
     ("given", "sent"), [(0, "0"), (False, "False"), (None, ""), (["a", 1], '["a", 1]'), ("2", "2")]
 )
@@ -88,6 +99,7 @@ def test_no_rows_are_a_call_too() -> None:
         ("[1]\n", "1: not a JSON object"),
         ("{\n", "1: not JSON"),
         ('{"prompt": 1}\n', "not text"),
+        ('{"response_tokens": -1}\n', "not a number of tokens"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, content: str, cause: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,15 @@ def test_the_metrics_of_a_step_count_the_losses_in_it(tmp_path: Path) -> None:
     assert [(each.service, each.step) for each in run.replaced] == [("reward", 2)] * 2
     assert run.said[1].endswith("sent again: compute_reward of step 2 (1 of 3)")
     assert run.said[3].endswith("sent again: compute_reward of step 2 (2 of 3)")
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_metrics_of_a_step_count_the_losses_in_its_evaluation(ahead: int, tmp_path: Path) -> None:
+    settings = ("services.reward.restarts=5", "run.evaluate_every=1", "run.steps=2", f"run.ahead={ahead}")
+    run = simulate(tmp_path, "grpo", *settings, weather=Weather(losses=frozenset({1, 3, 5, 7, 9})))
+    lost = Counter(each.step for each in run.replaced)
+    assert lost.keys() == {0, 1, 2}
+    assert {step: line["restarts/reward"] for step, line in run.notes.metrics.items()} == lost
 
 
 def test_a_call_that_is_lost_too_often_ends_the_run(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
 from rlhf.contract import group_methods
 from rlhf.errors import RlhfError
+from rlhf.v1 import worker_pb2
 from services.reward.worker import RewardWorker
 from services.runtime.server import RankServer
 from services.runtime.worker import CallResult, Worker, register
@@ -71,6 +72,13 @@ class ToyActor(Worker):
         return CallResult({"log_probs": Jagged(np.zeros(lengths.sum(), np.float32), lengths)})
 
 
+class EndlessActor(ToyActor):
+    """An actor whose model has no EOS token."""
+
+    def describe(self) -> worker_pb2.DescribeResponse:
+        return worker_pb2.DescribeResponse(lacks_eos=True)
+
+
 def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -98,10 +106,10 @@ def config_of(directory: Path) -> Config:
     return algorithms.find_algorithm("dr_grpo").configure(Config.model_validate(tables))
 
 
-async def on_services(config: Config, work: Callable[[], T]) -> T:
+async def on_services(config: Config, work: Callable[[], T], actor: type[Worker] = ToyActor) -> T:
     """Executes blocking work on a thread of its own while the services serve; afterwards they hold no rows."""
     servers = []
-    kinds: list[tuple[Any, str]] = [(ToyActor, "actor"), (RewardWorker, "reward")]
+    kinds: list[tuple[Any, str]] = [(actor, "actor"), (RewardWorker, "reward")]
     for kind, name in kinds:
         ranks = SharedProcess(0, 1, 1, endpoints=[], model_mesh=Mesh(1, 1, 1))
         servers.append(RankServer(kind(config.services[name], ranks), name))
@@ -131,6 +139,27 @@ def test_a_run_steps_evaluates_exports_and_frees_its_rows(tmp_path: Path) -> Non
     assert [(step, sample.response) for step, sample in read_samples(done.directory)] == [
         (step, "x" * length) for step in (0, STEPS) for length in (1, 2, 3)
     ]
+
+
+@pytest.mark.parametrize(
+    ("actor", "stop", "warns"),
+    [(EndlessActor, (), True), (EndlessActor, ("!",), False), (ToyActor, (), False)],
+)
+def test_a_run_says_at_its_start_that_responses_have_no_end(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    actor: type[Worker],
+    stop: tuple[str, ...],
+    warns: bool,
+) -> None:
+    config = config_of(tmp_path)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"stop": stop})})
+    asyncio.run(on_services(config, lambda: run(config, "dr_grpo"), actor))
+    line = (
+        "services.actor.model has no EOS token, neither in its tokenizer nor in its generation config, so each "
+        "response has rollout.max_response_tokens, 50, tokens"
+    )
+    assert (line in " ".join(capsys.readouterr().out.split())) is warns
 
 
 @pytest.mark.parametrize(
