@@ -11,7 +11,15 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
+from pydantic_core import PydanticKnownError
 
 from rlhf.errors import ConfigError
 from settings.explain import explain
@@ -30,6 +38,15 @@ class Strict(BaseModel):
     its description."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        """Refuses true and false where a number is required; pydantic converts them to 1 and 0."""
+        validated = validate(value)
+        if isinstance(value, bool) and type(validated) in (int, float):
+            raise PydanticKnownError("int_type" if isinstance(validated, int) else "float_type")
+        return validated
 
 
 M = TypeVar("M", bound=BaseModel)

@@ -309,7 +309,7 @@ def _check_encodable(text: str) -> None:
 def _finite(reward: Any) -> float | None:
     """Returns the reward of an environment; raises EnvironmentFailed where it is not a finite number or None."""
     try:
-        value = None if reward is None else float(reward)
+        value = None if reward is None else math.nan if isinstance(reward, str | bytes) else float(reward)
     except (TypeError, ValueError):
         value = math.nan
     if value is not None and not math.isfinite(value):

@@ -53,6 +53,13 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
         ("services.actor.optimizer.lr=1", r"services\.actor\.optimizer\.lr: unknown key.*learning_rate"),
         ("run.steps=0", r"run\.steps: must be at least 1 \(given: 0\)"),
         ("run.steps='many'", r"run\.steps: must be a whole number \(given: 'many'\)"),
+        ("run.epochs=true", r"run\.epochs: must be a whole number \(given: True\)"),
+        ("run.ahead=true", r"run\.ahead: must be a whole number \(given: True\)"),
+        (
+            "algorithm.kl_loss_coefficient=true",
+            r"algorithm\.kl_loss_coefficient: must be a number \(given: True\)",
+        ),
+        ("device_memory_gb=true", r"device_memory_gb: must be a number \(given: True\)"),
         ("run.balance='maybe'", r"run\.balance: must be true or false"),
         (
             "services.actor.optimizer.betas=[0.9]",

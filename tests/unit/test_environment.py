@@ -285,7 +285,7 @@ def test_an_iterator_that_is_at_its_end_fails_the_episode_at_once(make: Make) ->
     assert episodes[0].error == "environment mine:Own: step: RuntimeError: raised StopIteration"
 
 
-@pytest.mark.parametrize("reward", ["much", float("nan"), float("inf")])
+@pytest.mark.parametrize("reward", ["much", "1", float("nan"), float("inf")])
 def test_a_reward_that_is_no_finite_number_fails_the_episode(make: Make, reward: Any) -> None:
     class Odd(Echo):
         def reward(self) -> Any:
