@@ -43,7 +43,7 @@ from rlhf.v1 import actor_pb2
 
 NUM_FAILURES = 100
 ANSWERS_WITHIN_S = 10.0
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 RANKS = 2
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -348,7 +348,6 @@ def fail_everywhere(drawn: list[Case], model: Path, directory: Path, context: An
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_rank_that_fails_alone_is_told_to_all(model: Path, tmp_path: Path, context: Any) -> None:
     seed = random.SystemRandom().randrange(2**32)
     drawn = random.Random(seed).sample([case for case in cases() if case.engine in ("fsdp", "3d")], 8)

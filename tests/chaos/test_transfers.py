@@ -109,13 +109,11 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
-@pytest.mark.timeout(120)
 def test_a_reader_survives_the_end_of_the_rank_it_reads_from(transport, number, tmp_path):
     endure(transport, number, 6, tmp_path)
 
 
 @pytest.mark.full
 @CASES
-@pytest.mark.timeout(600)
 def test_a_reader_survives_a_hundred_ends(transport, number, tmp_path):
     endure(transport, number, 100, tmp_path)

@@ -47,7 +47,7 @@ TRANSPORTS = ("memfd", "tcp")
 MAKERS = ("maker_a", "maker_b")
 """The same service at two addresses, so that one starts while the other is at work. Each address is used again and
 again: what a reader remembers of a dead rank must not be taken for what is there now."""
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 SETTLED = 3
 """Turns after which a reader has started all the threads that it will."""
 
@@ -272,7 +272,6 @@ def endure(times: int, directory: Path) -> None:
     print(f"held after {SETTLED} turns and at the end: {settled}, {last}", file=sys.stderr)
 
 
-@pytest.mark.timeout(240)
 def test_services_survive_the_end_of_a_service_they_read_from(tmp_path: Path) -> None:
     endure(3, tmp_path)
 

@@ -25,8 +25,6 @@ from rlhf.errors import (
     ServiceLost,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 BETWEEN_GPUS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"], indirect=True)
 
 

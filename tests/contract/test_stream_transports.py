@@ -33,8 +33,6 @@ from rlhf.errors import (
 )
 from rlhf.v1 import transfer_pb2
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_a_peer_that_dies_in_the_middle_of_a_stream_is_lost(stream, mortal_peer):
     batch = mortal_peer.put(random_array("uint8", (1, 6 * MIB)))

@@ -24,7 +24,7 @@ from integration.harness import free_ports
 HERE = Path(__file__).parent
 FAKE_DEPLOY = [sys.executable, str(HERE / "fake_deploy.py")]
 REAL_DEPLOY = [sys.executable, "-m", "deploy"]
-TIMEOUT_S = 30.0
+TIMEOUT_S = 200.0
 CONFIG_ERROR = 2
 
 RUN_WITH_PARENT = (

@@ -23,8 +23,6 @@ from rlhf.contract import group_methods
 from rlhf.errors import InvalidRequest, PeerFailed, Refused
 from rlhf.v1 import actor_pb2
 
-pytestmark = pytest.mark.timeout(120)
-
 SAMPLING = actor_pb2.Sampling(temperature=1.0, max_new_tokens=4)
 LONG_S = 90.0
 """Deadline of calls that would wait for an address where nobody answers."""

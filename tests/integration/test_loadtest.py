@@ -21,7 +21,7 @@ from loadtest.schedule import poisson
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 200.0
 
 Start = Callable[..., str]
 

@@ -21,7 +21,7 @@ from integration.harness import Processes, free_ports, wait_for_line, wait_until
 from integration.resuming import RUN_TIMEOUT_S, Results, Resumable, resumable, sleep_until, with_tables
 from integration.test_resume_launched import LAUNCHED, launched, rank_of, undisturbed
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 OF_LOSSES = ("restarts/", "transfer/controller_bytes")
 """Metrics that count what was sent again."""

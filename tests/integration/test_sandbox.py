@@ -33,7 +33,7 @@ from settings.reward import SandboxTable
 
 PROTOS = Path(__file__).parents[2] / "protos"
 HUMAN_EVAL = Path(__file__).parents[1] / "data/HumanEval.jsonl.gz"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0
 TABLE = SandboxTable(wall_time_s=5.0, cpu_time_s=5, memory_mb=256)
 HASTY = TABLE.model_copy(update={"wall_time_s": 1.5})
 

@@ -13,8 +13,6 @@ from integration.test_reward_node import ROLES, ran, within_reach
 from rlhf.errors import ConfigError
 from settings.reward import RewardTable
 
-pytestmark = pytest.mark.timeout(240)
-
 METADATA = {
     "prelude": "def answer():\n    return ",
     "tests": [{"kind": "call", "function": "answer", "expected": 10}],

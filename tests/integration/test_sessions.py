@@ -41,8 +41,6 @@ from rlhf.contract import SERVICES, group_methods
 from rlhf.errors import ConfigError, InvalidRequest, Refused
 from rlhf.v1 import actor_pb2
 
-pytestmark = pytest.mark.timeout(120)
-
 ROLES = ("actor", "critic", "reference", "reward")
 SAMPLING = actor_pb2.Sampling(temperature=1.0, max_new_tokens=6)
 HOUR_NS = 3600 * 10**9
