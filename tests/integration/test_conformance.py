@@ -192,7 +192,7 @@ SMALL = ("--many", "100", "--max-message", "5")
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "conformance", "reward", *arguments],
-        capture_output=True, text=True, timeout=60, cwd=ROOT,
+        capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT,
     )  # fmt: skip
 
 

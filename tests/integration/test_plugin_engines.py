@@ -120,7 +120,9 @@ from pathlib import Path
 from controller.config.config import load
 load(Path({str(QUICKSTART)!r}), ("services.actor.rollout_engine=plain", "services.critic.engine=replicated"))
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=RUN_TIMEOUT_S, cwd=ROOT
+    )
     assert ran.returncode == 0, ran.stderr
 
 

@@ -319,7 +319,7 @@ def test_without_a_sandbox_the_same_programs_get_the_same_verdicts() -> None:
 
 def test_sandboxes_start_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     bubblewrap = Bubblewrap(TABLE)
-    both, getpid = threading.Barrier(2, timeout=10), os.getpid
+    both, getpid = threading.Barrier(2, timeout=TIMEOUT_S), os.getpid
 
     def meet() -> int:
         both.wait()

@@ -63,7 +63,7 @@ class Site:
 def results_of(config: Config, barrier: threading.Barrier | None = None) -> Results:
     """Runs PPO, once all threads have come to the barrier, and returns its results."""
     if barrier is not None:
-        barrier.wait(20)
+        barrier.wait(START_TIMEOUT_S)
     return Results.of(job.run(config, "ppo").directory)
 
 
