@@ -387,8 +387,10 @@ def test_an_update_that_ends_after_its_deadline_is_known_to_have_ended(actor: Se
 def test_a_run_whose_connections_are_cut_again_and_again_gives_the_same_numbers(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = run_config(cluster, tmp_path)
+    config, began = run_config(cluster, tmp_path), time.monotonic()
     expected = trained(config)
+    # Where the machine is busy, calls take longer to get through between two cuts.
+    every_s = (time.monotonic() - began) / 8
     proxies: dict[str, Proxy] = {}
 
     def client(service: str, rank: int, address: str, **options: Any) -> RankClient:
@@ -404,7 +406,7 @@ def test_a_run_whose_connections_are_cut_again_and_again_gives_the_same_numbers(
             for each in list(proxies.values()):
                 each.cut()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), 0.1)
+                await asyncio.wait_for(stop.wait(), every_s)
 
     async def main() -> str:
         cutting = asyncio.create_task(cut_them())
