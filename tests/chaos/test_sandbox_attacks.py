@@ -27,7 +27,7 @@ from chaos.sandbox_attacks import ATTACKS, FILES, Attack
 from python_path import python_path
 
 from services.reward.sandbox import cgroups
-from services.reward.sandbox.grader import Grader, ProgramVerdict
+from services.reward.sandbox.grader import TRANSIENT, Grader, ProgramVerdict
 from services.reward.sandbox.program import Submission, read_row
 from settings.reward import SandboxTable
 
@@ -199,7 +199,8 @@ def verdicts_of_owner(
 
 def check(verdict: ProgramVerdict, attack: Attack) -> None:
     assert verdict.fault == ""
-    assert verdict.reason in attack.reasons
+    # Where the time may be up, a busy host may also have had no time left for the verdict.
+    assert verdict.reason in {*attack.reasons, *(TRANSIENT if "timeout" in attack.reasons else ())}
     assert attack.passes_some or "" not in verdict.reasons
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -314,6 +315,33 @@ def test_without_a_sandbox_the_same_programs_get_the_same_verdicts() -> None:
     for code, reason, table in ((right, "", TABLE), (slow, "timeout", HASTY)):
         found = grade(program(code, call("f", expected=1)), Unsandboxed(table), table)
         assert found == ProgramVerdict((reason,))
+
+
+def test_graders_of_one_process_have_control_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, make = list[str](), cgroups.make
+
+    def noted(controllers: Any, name: str, limits: dict[str, int]) -> cgroups.ControlGroup:
+        names.append(name)
+        return make(controllers, name, limits)
+
+    monkeypatch.setattr(cgroups, "make", noted)
+    right = program("def f():\n    return 1", call("f", expected=1))
+    for isolated in (Bubblewrap(TABLE), Bubblewrap(TABLE)):
+        assert grade(right, isolated, TABLE) == ProgramVerdict(("",))
+    started = [name for name in names if not name.endswith("-probe")]
+    assert len(started) == len(set(started)) == 4
+
+
+def test_a_control_group_that_cannot_be_made_is_a_fault_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: bwrap, which waits for its group, is ended."""
+    isolated = Bubblewrap(TABLE)
+
+    def full(controllers: Any, name: str, limits: dict[str, int]) -> cgroups.ControlGroup:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cgroups, "make", full)
+    found = grade(program("def f():\n    return 1", call("f", expected=1)), isolated, TABLE)
+    assert found.fault.startswith("bwrap did not start: OSError: [Errno 28] No space left on device")
 
 
 def test_sandboxes_start_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
