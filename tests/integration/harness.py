@@ -294,15 +294,20 @@ def write_config(config: Config, path: Path) -> Path:
     return path
 
 
+_given_ports: set[int] = set()
+
+
 def free_ports(count: int) -> list[int]:
-    """Free ports of loopback, outside the ephemeral range and different for each pytest worker: a service binds its
-    port seconds later."""
+    """Free ports of loopback, outside the ephemeral range, different for each pytest worker and at each call: a service
+    binds its port seconds later."""
     first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     mine = range(10_000 + worker, max(first_ephemeral, 20_000), workers)
-    candidates = random.SystemRandom().sample(mine, 50 * count)
-    return list(itertools.islice(filter(_is_free, candidates), count))
+    candidates = random.SystemRandom().sample(sorted(set(mine) - _given_ports), 50 * count)
+    ports = list(itertools.islice(filter(_is_free, candidates), count))
+    _given_ports.update(ports)
+    return ports
 
 
 def _is_free(port: int) -> bool:
