@@ -264,7 +264,7 @@ def test_services_started_by_hand_as_the_readme_says_give_the_same_run(
     cluster: Cluster, config: Config, tmp_path: Path
 ) -> None:
     expected = run_on(cluster, tmp_path / "up")
-    by_hand = run_config(config, tmp_path, connect_timeout_s=100.0)
+    by_hand = run_config(config, tmp_path, connect_timeout_s=300.0)
     path = write_config(by_hand, tmp_path / "services.toml")
     processes = Processes()
     services = [

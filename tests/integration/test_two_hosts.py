@@ -243,7 +243,7 @@ def up_on_both(
         here = processes.start(*command, cwd=directory)
         there = processes.start(*hosts.on_there(*command, "--host", "node-1"), cwd=directory)
         for each in (here, there):
-            wait_for_line(each, "ready\n", 110)
+            wait_for_line(each, "ready\n", 3 * END_S)
         yield processes, here, there
     finally:
         processes.kill()
@@ -273,7 +273,7 @@ def serving(
             processes.start(*command)
         for role in roles:
             address = config.services[role].address
-            wait_until(lambda address=address: is_listening(address), 60, f"{role} at {address}")
+            wait_until(lambda address=address: is_listening(address), 3 * END_S, f"{role} at {address}")
         yield processes
     finally:
         processes.kill()
