@@ -254,7 +254,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a tiny untrained Llama and its tokenizer."""
     task = tmp_path_factory.mktemp("task") / "arithmetic"
     build = [sys.executable, "-m", "deploy.quickstart.build", "--out", str(task), "--max-steps", "1"]
-    subprocess.run(build, check=True, capture_output=True, timeout=TIMEOUT_S)
+    subprocess.run(build, check=True, capture_output=True, timeout=START_TIMEOUT_S)
     return task / "model"
 
 
