@@ -23,6 +23,8 @@ import tomli_w
 from chaos.forked_program import run_program
 from python_path import python_path
 
+from deploy.quickstart import Recipe
+from deploy.quickstart.build import build
 from integration.harness import free_ports
 from integration.ranks import server_context
 from rlhf.v1 import worker_pb2, worker_pb2_grpc
@@ -253,8 +255,7 @@ def with_vocabulary(model: Path, directory: Path, change: Callable[[dict[str, in
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a tiny untrained Llama and its tokenizer."""
     task = tmp_path_factory.mktemp("task") / "arithmetic"
-    build = [sys.executable, "-m", "deploy.quickstart.build", "--out", str(task), "--max-steps", "1"]
-    subprocess.run(build, check=True, capture_output=True, timeout=START_TIMEOUT_S)
+    build(task, Recipe(max_steps=1))
     return task / "model"
 
 
