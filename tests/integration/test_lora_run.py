@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
 
 ROLES = ("actor", "critic", "reward")
 STEPS = 3
-START_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 120.0
 UNEQUAL = ("time/", "mem/", "transfer/", "rank/")

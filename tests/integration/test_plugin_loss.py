@@ -19,7 +19,6 @@ from controller.tracking.metrics import read_metrics
 from integration.harness import Processes, free_ports, write_config
 
 STEPS = 2
-START_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 120.0
 USAGE_ERROR = 2

@@ -24,7 +24,6 @@ from settings.strict import read_toml
 
 pytestmark = pytest.mark.slow
 
-START_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 400.0
 CALL_S = 5.0
 COMMAND_S = 200.0
