@@ -12,16 +12,20 @@ from settings.reward import SandboxTable
 
 def main() -> None:
     given = json.load(sys.stdin)
-    grader = Grader(SandboxTable.model_validate(given["table"]))
-    rows = {
-        name: read_row("", code, "", {"tests": tests}, "all") for name, (code, tests) in given["rows"].items()
+    graders = {
+        wall_time_s: Grader(SandboxTable.model_validate({**given["table"], "wall_time_s": wall_time_s}))
+        for wall_time_s in {row[-1] for row in given["rows"].values()}
     }
-    verdicts = {name: grader.submit(row) for name, row in rows.items()}
+    verdicts = {
+        name: graders[wall_time_s].submit(read_row("", code, "", {"tests": tests}, "all"))
+        for name, (code, tests, wall_time_s) in given["rows"].items()
+    }
     json.dump(
         {name: [verdict.result().reasons, verdict.result().fault] for name, verdict in verdicts.items()},
         sys.stdout,
     )
-    grader.close()
+    for grader in graders.values():
+        grader.close()
 
 
 if __name__ == "__main__":

@@ -30,8 +30,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.DescribeResponse(epoch=EPOCH, ranks=[worker_pb2.RankInfo()])
 
 
-def serve(address: str, status: Any = health_pb2.HealthCheckResponse.SERVING, linger_s: float = 0.0) -> None:
-    """Serves until SIGTERM, and keeps the address for `linger_s` seconds more."""
+def serve(
+    address: str, status: Any = health_pb2.HealthCheckResponse.SERVING, linger: Path | None = None
+) -> None:
+    """Serves until SIGTERM, and keeps the address until there is a file `linger`."""
     # Before gRPC starts threads: one that handled the signal would not wake up this one.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     server = grpc.server(ThreadPoolExecutor(), options=[("grpc.so_reuseport", 0)])
@@ -45,7 +47,8 @@ def serve(address: str, status: Any = health_pb2.HealthCheckResponse.SERVING, li
         threading.Event().wait()
     signal.sigwait({signal.SIGTERM})
     servicer.enter_graceful_shutdown()
-    time.sleep(linger_s)
+    while linger and not linger.exists():
+        time.sleep(0.02)
     server.stop(grace=None).wait(STOP_S)
     os._exit(0)
 
@@ -58,9 +61,7 @@ def main() -> None:
     parser.add_argument("--crash", help="Say this line and exit with 3.")
     parser.add_argument("--once", type=Path, help="Exit with 3 if this file exists; else make it.")
     parser.add_argument("--ignore-sigterm", action="store_true", help="Have to be killed, and a child too.")
-    parser.add_argument(
-        "--linger", type=float, default=0.0, help="Keep the address for so long after SIGTERM."
-    )
+    parser.add_argument("--linger", type=Path, help="After SIGTERM, keep the address until this file exists.")
     parser.add_argument("--hide-environment", action="store_true", help="Overwrite it, as setproctitle does.")
     parser.add_argument("--not-serving", action="store_true", help="Never become healthy.")
     flags = parser.parse_args()

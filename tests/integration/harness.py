@@ -39,7 +39,7 @@ from rlhf.v1 import actor_pb2, common_pb2, critic_pb2, worker_pb2
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0
 """Deadline of what is expected to end well."""
 
 HUGGING_FACE = worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE
@@ -294,15 +294,20 @@ def write_config(config: Config, path: Path) -> Path:
     return path
 
 
+_given_ports: set[int] = set()
+
+
 def free_ports(count: int) -> list[int]:
-    """Free ports of loopback, outside the ephemeral range and different for each pytest worker: a service binds its
-    port seconds later."""
+    """Free ports of loopback, outside the ephemeral range, different for each pytest worker and at each call: a service
+    binds its port seconds later."""
     first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     mine = range(10_000 + worker, max(first_ephemeral, 20_000), workers)
-    candidates = random.SystemRandom().sample(mine, 50 * count)
-    return list(itertools.islice(filter(_is_free, candidates), count))
+    candidates = random.SystemRandom().sample(sorted(set(mine) - _given_ports), 50 * count)
+    ports = list(itertools.islice(filter(_is_free, candidates), count))
+    _given_ports.update(ports)
+    return ports
 
 
 def _is_free(port: int) -> bool:
@@ -354,7 +359,7 @@ class Processes:
         config: Path,
         log_dir: Path,
         *settings: str,
-        timeout_s: float = 110.0,
+        timeout_s: float = 300.0,
         program: str = "forked_services.py",
     ) -> subprocess.Popen[str]:
         """Starts the services of a config by `forked_services`, or another program here with its arguments, with

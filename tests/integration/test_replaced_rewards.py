@@ -21,7 +21,7 @@ from integration.harness import Processes, free_ports, wait_for_line, wait_until
 from integration.resuming import RUN_TIMEOUT_S, Results, Resumable, resumable, sleep_until, with_tables
 from integration.test_resume_launched import LAUNCHED, launched, rank_of, undisturbed
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 OF_LOSSES = ("restarts/", "transfer/controller_bytes")
 """Metrics that count what was sent again."""
@@ -29,9 +29,10 @@ OF_LOSSES = ("restarts/", "transfer/controller_bytes")
 
 @pytest.fixture(scope="module")
 def small(config: Config) -> Config:
-    """The config of a run of Dr. GRPO with two services of its own: steps of 32 rows, evaluations of 16."""
+    """The config of a run of Dr. GRPO with two services of its own: steps of 32 rows, evaluations of 16. It has more
+    steps than tests wait for, so that it goes on until they have killed something."""
     chosen = launched(config, {"actor": "lone_actor", "reward": "reward"})
-    return with_tables(chosen, run={"steps": 4, "evaluate_every": 3})
+    return with_tables(chosen, run={"steps": 8, "evaluate_every": 3})
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +210,7 @@ def test_a_reward_that_nothing_starts_again_ends_the_run_at_its_deadline_and_ctr
                 assert said.startswith("reward rank 0 (")
                 if is_interrupted:
                     process.send_signal(signal.SIGINT)
-                out, err = process.communicate(timeout=60)
+                out, err = process.communicate(timeout=RUN_TIMEOUT_S)
                 if is_interrupted:
                     assert (process.returncode, err) == (128 + signal.SIGINT, "stopped by SIGINT\n"), out
                 else:
@@ -222,7 +223,7 @@ def test_a_reward_that_nothing_starts_again_ends_the_run_at_its_deadline_and_ctr
                     ), err
                 assert not run.processes.living()
             by_hand.terminate()
-            by_hand.wait(60)
+            by_hand.wait(RUN_TIMEOUT_S)
     finally:
         processes.kill()
 

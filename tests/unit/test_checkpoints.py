@@ -789,7 +789,6 @@ class Silent:
         return Future()
 
 
-@pytest.mark.timeout(60)
 class TestCheckpointer:
     def test_a_service_finds_its_directory(self, tmp_path: Path) -> None:
         group = Silent()

@@ -197,8 +197,9 @@ def test_the_batch_script_starts_one_launcher_per_node_and_one_controller(tmp_pa
     (programs := tmp_path / "bin").mkdir()
     for name, text in {
         "scontrol": 'echo "$@" >> asked; printf "gpu17\\ngpu18\\n"',
-        "srun": 'echo "$@" > started; trap "echo ended > ended; exit 0" TERM; while true; do sleep 0.05; done',
-        "rlhf-controller": 'until [ -s started ]; do sleep 0.05; done; echo "rlhf-controller $@" > ran',
+        "srun": 'trap "echo ended > ended; exit 0" TERM; echo "$@" > line; mv line started; '
+        "while true; do sleep 0.05; done",
+        "rlhf-controller": 'until [ -e started ]; do sleep 0.05; done; echo "rlhf-controller $@" > ran',
     }.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(stat.S_IRWXU)

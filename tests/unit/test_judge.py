@@ -167,14 +167,13 @@ def test_a_call_past_its_deadline_ends_while_the_judge_thinks(endpoint: Endpoint
     released = threading.Event()
 
     def answer(number: int, body: Any) -> Reply:
-        released.wait(10)
+        answered.append(released.wait(100))
         return 200, {}, completion("Score: 1")
 
-    endpoint.answer = answer
-    started = time.monotonic()
+    endpoint.answer, answered = answer, list[bool]()
     with pytest.raises(DeadlineExceeded):
         judged(table(endpoint), "a", context=call(timeout_s=0.3))
-    assert time.monotonic() - started < 5
+    assert not answered
     released.set()
 
 

@@ -35,6 +35,9 @@ LAUNCH_TIMEOUT_S = 60.0
 FILES_PER_MIB = 256
 """Maximum number of files in /tmp per MiB of its size: one per page of 4 KiB."""
 
+_numbers = itertools.count()
+"""Numbers of the sandboxes of this process, in the names of their control groups; taken by many threads."""
+
 
 class Bubblewrap(Isolation):
     """Starts processes in sandboxes of bubblewrap (the command bwrap).
@@ -59,7 +62,6 @@ class Bubblewrap(Isolation):
             "cpu": cgroups.CPU_PERIOD_US,
         }
         self._controllers = cgroups.usable(self._group_limits)
-        self._numbers = itertools.count()  # taken by many threads
         one_core = any(controller.name == "cpu" for controller in self._controllers)
         self._quota = Quota(
             table.cpu_time_s, table.tmpfs_mb * FILES_PER_MIB, 1 if one_core else os.cpu_count() or 1
@@ -116,11 +118,12 @@ class Bubblewrap(Isolation):
                 for kind in ("uid_map", "gid_map"):
                     ids = f"0 0 1\n{confine.UNPRIVILEGED_ID} {confine.UNPRIVILEGED_ID} 1\n"
                     Path(f"/proc/{pid}/{kind}").write_text(ids)
-            name = f"{cgroups.PREFIX}{os.getpid()}-{next(self._numbers)}"
+            name = f"{cgroups.PREFIX}{os.getpid()}-{next(_numbers)}"
             sandbox.group = cgroups.make(self._controllers, name, self._group_limits)
             sandbox.group.add(pid)
             os.write(gate, b"\n")
         except BaseException as error:
+            monitor.kill()  # until the gate is open, it does not notice that the first process has ended
             said = sandbox.end()
             if not isinstance(error, OSError | EOFError):
                 raise
