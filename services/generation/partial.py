@@ -91,7 +91,7 @@ class PartialResponses:
 
 def extended(column: Jagged[Tensor], numbers: Sequence[int], new: Jagged[Tensor]) -> Jagged[Tensor]:
     """Returns a column with the rows of `new` appended to its rows `numbers`, on the device of `new`."""
-    rows = [row.to(new.values.device) for row in _rows(column)]
+    rows = list(column.values.to(new.values.device).split(column.lengths.tolist()))
     lengths = column.lengths.copy()
     for number, more in zip(numbers, _rows(new), strict=True):
         rows[number] = torch.cat((rows[number], more))

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from pretend_device import DEVICE, pretending
 from unit.one_rank import NEW_TOKENS, OneRank
 
 from nccl_transfer.refs.batch import LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
+from services.generation.partial import extended
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -124,3 +127,14 @@ def test_responses_that_cannot_go_on_are_refused(rank: OneRank, change: dict[str
 def test_segments_do_not_go_with_stop_strings(rank: OneRank) -> None:
     with pytest.raises(InvalidRequest, match="do not go with sampling"):
         begin(rank, actor_pb2.Sampling(max_new_tokens=6, temperature=1.0, stop=["x"]), 2)
+
+
+def test_a_column_of_the_host_goes_to_the_device_in_one_copy() -> None:
+    begun = Jagged(torch.arange(6.0), np.array([1, 2, 3]))
+    with pretending() as log:
+        new = Jagged(torch.tensor([7.0, 8.0, 9.0]).to(DEVICE), np.array([1, 2]))
+        log.clear()
+        column = extended(begun, [0, 2], new)
+        assert (len(log.to_device), log.to_host, log.waits) == (1, [], [])
+        assert column.values.tolist() == [0, 7, 1, 2, 3, 4, 5, 8, 9]
+        assert column.lengths.tolist() == [2, 2, 5]
