@@ -48,10 +48,6 @@ def begin(rank: OneRank, sampling: actor_pb2.Sampling, tokens: int) -> None:
     rank.call(rank.actor, "generate_sequences", request, "prompt")
 
 
-def rows(column: Jagged[np.ndarray]) -> list[list[float]]:
-    return [column.row(row).tolist() for row in range(column.rows)]
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 4, NEW_TOKENS])
 def test_segments_add_up_to_the_response_of_one_call(rank: OneRank, tokens: int) -> None:
     request = actor_pb2.GenerateSequencesRequest(sampling=GREEDY)
@@ -62,10 +58,10 @@ def test_segments_add_up_to_the_response_of_one_call(rank: OneRank, tokens: int)
     for _ in range(tokens, NEW_TOKENS, tokens):
         assert go_on(rank, GREEDY, tokens) == {}
     assert go_on(rank, GREEDY, 0) == metrics
-    assert rows(rank.read("response_ids")) == rows(ids)
+    assert rank.read("response_ids").tolist() == ids.tolist()
     segmented = rank.read("rollout_log_probs")
     np.testing.assert_allclose(segmented.values, log_probs.values, atol=1e-5)
-    assert rows(rank.read("response_versions")) == [[0] * len(row) for row in rows(ids)]
+    assert rank.read("response_versions").tolist() == [[0] * len(row) for row in ids.tolist()]
 
 
 def test_each_token_has_the_version_and_the_log_probability_of_the_weights_that_generated_it(
@@ -77,13 +73,15 @@ def test_each_token_has_the_version_and_the_log_probability_of_the_weights_that_
     go_on(rank, SAMPLED, 1)
     rank.actor.policy_version += 1
     go_on(rank, SAMPLED, 0)
-    ids, versions = rank.read("response_ids"), rows(rank.read("response_versions"))
+    ids, versions = rank.read("response_ids"), rank.read("response_versions").tolist()
     expected = [0, 0, 1, *[2] * (NEW_TOKENS - 3)]
     assert versions == [expected[:length] for length in ids.lengths]
     assert max(ids.lengths) > 3
     for name, column in first.items():
-        whole = rows(rank.read(name))
-        assert [row[: len(begun)] for row, begun in zip(whole, rows(column), strict=True)] == rows(column)
+        whole = rank.read(name).tolist()
+        assert [
+            row[: len(begun)] for row, begun in zip(whole, column.tolist(), strict=True)
+        ] == column.tolist()
     # The weights have not changed, so the training engine gives the log-probabilities of every segment.
     rank.log_probs()
     np.testing.assert_allclose(
