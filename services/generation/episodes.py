@@ -118,5 +118,5 @@ class Episodes:
 
 
 def _last_turn(mask: Sequence[bool]) -> int:
-    """Returns the index at which the last turn of a response begins: that behind the last token of an environment."""
+    """Returns the index at which the last turn of a response begins, that after the last token of an environment."""
     return next((place for place in range(len(mask), 0, -1) if not mask[place - 1]), 0)
