@@ -65,9 +65,9 @@ class BucketBoard:
             offer.end(error)
 
     @contextlib.contextmanager
-    def failures_told(self, transfer_id: str) -> Iterator[None]:
-        """Context manager of a block that makes the offer of a transfer: where it raises before that, the receivers
-        that ask for buckets get its error."""
+    def reporting_failures(self, transfer_id: str) -> Iterator[None]:
+        """Context manager of a block that offers the buckets of a transfer. If the block fails before it has offered
+        them, the receivers that ask for buckets get its error."""
         try:
             yield
         except BaseException as error:

@@ -87,8 +87,8 @@ class ReaderChoice:
                     raise ValueError(f"transport {reader.name}: {error}") from None
 
     def failures(self) -> dict[str, str]:
-        """Returns the newest failure of each transport that could not be set up with a source, by name of the
-        transport; the text names the source."""
+        """Returns the newest error of each transport that a source offers and that could not be set up with it, by name
+        of the transport. The message names the source."""
         with self._lock:
             return {name: text for texts in self._failed.values() for name, text in texts.items()}
 

@@ -48,7 +48,7 @@ class Fetcher:
         max_sources: Maximum number of ranks that a fetch reads from in parallel.
 
     Attributes:
-        verifier: Verifies bytes, of `fetch` all and of `read` those that the caller gives to it.
+        verifier: Verifies checksums. `fetch` has it verify all bytes; after `read` that is up to the caller.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Fetcher:
         return rows if self._device is None else self._device.add(rows, stays, placed, self._own)
 
     def read(self, wanted: ByteRange, deadline: float) -> Reading:
-        """Reads a range of a shard of another rank into host memory, without a look at its checksums (`verifier`); its
+        """Reads a range of a shard of another rank into host memory, without verifying checksums; its
         memory may be that of the other rank. Blocks until it is read.
 
         Args:
@@ -145,8 +145,7 @@ class Fetcher:
         self._choice.check_adverts(adverts)
 
     def failures(self) -> dict[str, str]:
-        """Returns why transports could not be set up with ranks that have them too, by name of the transport: of each
-        the newest failure, whose text names the rank."""
+        """As `ReaderChoice.failures`."""
         return self._choice.failures()
 
     @property

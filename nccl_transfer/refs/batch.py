@@ -210,11 +210,6 @@ class Batch:
         """Returns a batch that repeats every row `times` times, as `np.repeat` does: 0, 0, 1, 1, ..."""
         return self.take(np.repeat(np.arange(self.rows), times))
 
-    def split(self, parts: int) -> list[Batch]:
-        """Splits the batch into `parts` batches of consecutive rows, whose numbers of rows differ by at most one, the
-        larger ones first."""
-        return [self.take(rows) for rows in np.array_split(np.arange(self.rows), parts)]
-
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
         """Concatenates the rows of one or more batches; drops columns that are not in all of them. Raises

@@ -61,6 +61,12 @@ class Jagged(Generic[A]):
         """Returns row `index`, [lengths[index], ...], as a view."""
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
+    def tolist(self) -> list[list[Any]]:
+        """Returns every row of a numpy array or tensor as a list."""
+        values: Any = self.values
+        numbers, offsets = values.tolist(), self.offsets.tolist()
+        return [numbers[start:stop] for start, stop in itertools.pairwise(offsets)]
+
 
 def encode_texts(texts: Sequence[str]) -> Jagged[np.ndarray]:
     """Encodes texts as a jagged uint8 array: each row is the UTF-8 bytes of a text."""

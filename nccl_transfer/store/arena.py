@@ -30,9 +30,8 @@ COPIED_BYTES = 2 << 20
 
 NONCE_BYTES = 16
 _HEADER = struct.Struct(f"<{NONCE_BYTES}sQQQ")  # nonce, number, bytes, 1 where corrupt
-_PLACE = struct.Struct(
-    "<QQ"
-)  # follows in the header of a shard on a GPU: offset there, number of its event + 1
+_PLACE = struct.Struct("<QQ")
+"""Follows `_HEADER` in the header of a shard on a GPU: its offset there, and the number of its event + 1."""
 CORRUPT = "shard {} is marked bad: bytes of it did not match their checksum"
 """Error message of reads of a corrupt shard, a format string with the id of the shard."""
 

@@ -81,7 +81,7 @@ class DeviceArena:
         self._uses: list[_Use] = []
         self._idle: list[Event] = []
         self._dropped: deque[tuple[Block, Collection[int | None]]] = deque()
-        self._next_ready = self._used = self._peak = 0
+        self._next_ready = self._used = 0
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int, stream: int | None = None) -> Block:
@@ -105,7 +105,6 @@ class DeviceArena:
                     f"{mib(self._used)} are in use: raise arena_device_mb"
                 )
             self._used += size
-            self._peak = max(self._peak, self._used)
             for use in self._uses:
                 if use.start < offset + size and offset < use.stop:
                     use.event.wait(stream)
@@ -152,11 +151,11 @@ class DeviceArena:
         with self._lock:
             self._settle()
 
-    def use(self) -> tuple[int, int]:
-        """Returns the bytes in use, freed blocks with pins included, and their maximum since the start. Calls no
-        CUDA."""
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use, freed blocks with pins included. Calls no CUDA."""
         with self._lock:
-            return self._used, self._peak
+            return self._used
 
     def close(self) -> None:
         """Frees the memory. No other process may have it open, and no tensor of it may be in use."""

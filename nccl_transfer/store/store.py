@@ -215,7 +215,7 @@ class TensorStore(ColumnStore):
         return replace(
             stat,
             device_arena_bytes=self.device.arena.nbytes,
-            device_used_bytes=self.device.arena.use()[0],
+            device_used_bytes=self.device.arena.used_bytes,
             spilled_bytes=self.device.spilled_bytes,
             host_copied_bytes=self.device.host_copied_bytes,
         )

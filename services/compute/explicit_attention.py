@@ -21,7 +21,7 @@ more if one position of all rows has more."""
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """How attention changes the scores of queries and keys, s = scaling q k.
+    """Changes that attention makes to the scores of queries and keys, s = scaling q k.
 
     Args:
         cap: bound of the scores, which become cap tanh(s / cap) (Gemma Team 2024, "Gemma 2", section 2). Default: they

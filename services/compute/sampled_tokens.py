@@ -1,4 +1,4 @@
-"""Which tokens of responses the policy sampled: all of them, unless an environment has added others."""
+"""Selects the tokens of responses that the policy sampled: all of them, unless an environment has added others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.compute.jagged_rows import counts, take
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """Which tokens of B responses the policy sampled, in host memory.
+    """The tokens of B responses that the policy sampled, in host memory.
 
     Args:
         column_lengths: sampled tokens of every row of this rank, [rows] int64.

@@ -85,7 +85,7 @@ class Episodes:
         ):
             if not np.array_equal(given, wanted):
                 raise InvalidRequest(f"column {name!r} does not fit 'partial_ids' and 'partial_mask'")
-        found = cls(_lists(ids), _lists(mask), log_probs, [], [], list(faults))
+        found = cls(ids.tolist(), mask.tolist(), log_probs, [], [], list(faults))
         for row, observation in enumerate(observations):
             own = found.ids[row]
             repeats = bool(own) and own[-1] in eos_ids and observation[:1] == own[-1:]
@@ -106,7 +106,7 @@ class Episodes:
     def extended(self, generation: Generation) -> Episodes:
         """Returns the responses with what was generated for those that go on."""
         ids, mask, ends = [*self.ids], [*self.mask], [*self.ends]
-        generated = zip(self.going, _lists(generation.responses), generation.finish_reasons, strict=True)
+        generated = zip(self.going, generation.responses.tolist(), generation.finish_reasons, strict=True)
         for row, new, reason in generated:
             ids[row], mask[row], ends[row] = [*ids[row], *new], [*mask[row], *[True] * len(new)], reason
         log_probs = extended(self.log_probs, self.going, generation.log_probs)
@@ -118,9 +118,5 @@ class Episodes:
 
 
 def _last_turn(mask: Sequence[bool]) -> int:
-    """Returns the index at which the last turn of a response begins: that behind the last token of an environment."""
+    """Returns the index at which the last turn of a response begins, that after the last token of an environment."""
     return next((place for place in range(len(mask), 0, -1) if not mask[place - 1]), 0)
-
-
-def _lists(column: Jagged[Tensor]) -> list[list]:
-    return [row.tolist() for row in column.values.split(column.lengths.tolist())]

@@ -59,7 +59,7 @@ class PartialResponses:
         Raises:
             InvalidRequest: A response has more tokens, or two unfinished ones have different numbers of them.
         """
-        rows = _rows(self.ids)
+        rows = self.ids.tolist()
         if any(len(row) > most_tokens for row in rows):
             raise InvalidRequest(
                 f"partial_ids: a response has more than sampling.max_new_tokens, {most_tokens}, tokens"
@@ -67,7 +67,7 @@ class PartialResponses:
         found = [
             number
             for number, row in enumerate(rows)
-            if len(row) < most_tokens and not (len(row) and int(row[-1]) in eos_ids)
+            if len(row) < most_tokens and not (row and row[-1] in eos_ids)
         ]
         if len({len(rows[number]) for number in found}) > 1:
             raise InvalidRequest("partial_ids: unfinished responses have different numbers of tokens")
@@ -75,8 +75,8 @@ class PartialResponses:
 
     def prompts(self, prompts: Sequence[list[int]], numbers: Sequence[int]) -> list[list[int]]:
         """Returns the prompts of the rows `numbers` with the tokens of their responses so far."""
-        rows = _rows(self.ids)
-        return [[*prompts[number], *rows[number].tolist()] for number in numbers]
+        rows = self.ids.tolist()
+        return [[*prompts[number], *rows[number]] for number in numbers]
 
     def extended(self, numbers: Sequence[int], generation: Generation, version: int) -> PartialResponses:
         """Returns the responses with what the weights of `version` have generated for the rows `numbers`."""
@@ -91,13 +91,9 @@ class PartialResponses:
 
 def extended(column: Jagged[Tensor], numbers: Sequence[int], new: Jagged[Tensor]) -> Jagged[Tensor]:
     """Returns a column with the rows of `new` appended to its rows `numbers`, on the device of `new`."""
-    rows = [row.to(new.values.device) for row in _rows(column)]
+    rows = list(column.values.to(new.values.device).split(column.lengths.tolist()))
     lengths = column.lengths.copy()
-    for number, more in zip(numbers, _rows(new), strict=True):
+    for number, more in zip(numbers, new.values.split(new.lengths.tolist()), strict=True):
         rows[number] = torch.cat((rows[number], more))
         lengths[number] += len(more)
     return Jagged(torch.cat(rows), lengths)
-
-
-def _rows(column: Jagged[Tensor]) -> Sequence[Tensor]:
-    return column.values.split(column.lengths.tolist())

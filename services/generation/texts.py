@@ -48,8 +48,7 @@ class TextCodec:
     def response_texts(self, responses: Jagged[Tensor], stop: StopStrings | None) -> list[str]:
         """Returns the texts of generated responses without special tokens, each cut before its first stop string;
         whole if `stop` is None."""
-        rows = [row.tolist() for row in responses.values.split(responses.lengths.tolist())]
-        texts = self._decode(rows)
+        texts = self._decode(responses.tolist())
         return [stop.cut(text) for text in texts] if stop else texts
 
     def episode_texts(

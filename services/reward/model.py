@@ -3,7 +3,7 @@ from pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -89,8 +89,7 @@ class PairRewardWorker(ModelWorker):
         outputs = self.engine.infer(micro_batches, last_score, should_stop=lambda: call.stopping)
         if not outputs:
             return CallResult()
-        scores = torch.empty(2 * rows.count)
-        scores[np.concatenate([each.rows for each in micro_batches])] = torch.cat(outputs).cpu()
+        scores = in_row_order(micro_batches, outputs)
         return CallResult({"chosen_scores": scores[::2].clone(), "rejected_scores": scores[1::2].clone()})
 
     @register("DP_PROTO")
@@ -221,6 +220,15 @@ class LearningRewardWorker(PairRewardWorker):
 def last_score(scores_S1: Tensor, micro_batch: MicroBatch) -> Tensor:
     """Returns the score of each sequence [S], in float32 or higher precision, from the model's outputs [S, 1]."""
     return scores_S1[:, 0].to(torch.promote_types(scores_S1.dtype, torch.float32))
+
+
+def in_row_order(micro_batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> Tensor:
+    """Returns the scores of all rows in their order, [rows] float32 in host memory, from those of each micro-batch."""
+    if not outputs:
+        return torch.empty(0)
+    rows = np.concatenate([each.rows for each in micro_batches])
+    scores = torch.cat(list(outputs)).float().cpu()
+    return scores[torch.from_numpy(np.argsort(rows))]
 
 
 def _signs(rows: CallRows) -> Tensor:

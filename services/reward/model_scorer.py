@@ -86,7 +86,7 @@ class SequenceModelScorer(Scorer):
         out of range."""
         column = jagged_column(rows, name)
         check_token_ids(column.values, self._vocab_size)
-        return [column.row(row).tolist() for row in range(column.rows)]
+        return column.tolist()
 
     def _scores(
         self, rows: list[list[int]], faults: list[str], call: CallContext

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
 from rlhf.errors import ConfigError
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.compute.microbatch import pad
 from services.compute.splitting import cut
 from services.models.families import load_scoring_model
 from services.models.positions import longest_row
-from services.reward.model import PairRewardWorker, last_score, model_table
+from services.reward.model import PairRewardWorker, in_row_order, last_score, model_table
 from services.reward.model_scorer import SequenceModelScorer
 from services.reward.scorers.base import score_request
 from services.reward.worker import RewardWorker
@@ -60,10 +58,7 @@ class ShardedScorer(SequenceModelScorer):
             should_stop=lambda: call.stopping,
             progress=lambda done: call.progress(done, len(micro_batches)),
         )
-        scores = torch.empty(len(rows))
-        for micro_batch, output in zip(micro_batches, outputs, strict=True):
-            scores[torch.from_numpy(micro_batch.rows)] = output.float().cpu()
-        return scores.tolist()
+        return in_row_order(micro_batches, outputs).tolist()
 
 
 class ShardedRewardWorker(FrozenModelWorker):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 from google.rpc import status_pb2
 
+from nccl_transfer.transports.base import Handler
 from rlhf.contract import Method
 from rlhf.errors import (
     STATUS_KEY,
@@ -46,10 +47,6 @@ NOT_OF_THIS_RANK = (
     TooManyCalls,
 )
 """Errors that a caller or another rank has caused; logged on this rank as one line, without a traceback."""
-
-Handler = Callable[[Any, Any], Any]
-"""Function of a request and its gRPC context; a coroutine function that returns the response, or an asynchronous
-generator of responses."""
 
 
 class RpcBoundary:

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -30,6 +29,7 @@ from nccl_transfer.sources import Sources
 from nccl_transfer.store.device_arena import DeviceArena
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports import host_id
+from nccl_transfer.transports.base import Handler
 from rlhf.channels import listen, open_server
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES, Method, role_methods
 from rlhf.errors import ConfigError
@@ -38,8 +38,9 @@ from rlhf.rendezvous import is_on_one_host
 from rlhf.security import current
 from rlhf.stacks import dump_tasks_too
 from rlhf.v1 import worker_pb2
-from services.runtime.boundary import Handler, RpcBoundary, timeout_s
+from services.runtime.boundary import RpcBoundary, timeout_s
 from services.runtime.execution import CallQueue
+from services.runtime.gpus import DRIVER
 from services.runtime.hosts import check_reachable, host_addresses
 from services.runtime.transfer_handlers import TransferHandlers
 from services.runtime.worker import Worker, registered_methods
@@ -54,23 +55,6 @@ SERVER_OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 10_000),
 )
 """gRPC options of a rank's server."""
-
-
-def _device_arena(
-    gpu: tuple[Cuda, DeviceTensors] | None, table: ServiceTable
-) -> tuple[DeviceArena, DeviceTensors] | None:
-    """Returns the arena on a rank's GPU and the factory of tensors in it; None if the rank has no such arena.
-
-    Raises:
-        OutOfSpace: The GPU has too little free memory.
-    """
-    if gpu is None or not table.device_arena_bytes:
-        return None
-    cuda, tensors = gpu
-    return DeviceArena(cuda, table.device_arena_bytes), tensors
-
-
-PROFILE = "Profile"
 
 
 class RankServer:
@@ -107,7 +91,7 @@ class RankServer:
             ConfigError: The server cannot listen on the configured address, or another host cannot reach a rank.
             OutOfStep: A rank of the service did not start in time.
         """
-        self._tell_of_missing_transports()
+        self._log_missing_transports()
         self.queue = CallQueue(self.worker, self.store, self.fetcher)
         offered = served_transports(self.worker.table.transports, on_gpu=self._on_gpu)
         self.sources = Sources(self.store, self._hosts.listen.strip("[]"), offered)
@@ -126,7 +110,7 @@ class RankServer:
             await server.start()
             for service in ("", *self._service_names()):
                 await serving.set(service, health_pb2.HealthCheckResponse.SERVING)
-            self._say_ready()
+            self._print_ready_line()
             await self._stop.wait()
             await serving.enter_graceful_shutdown()
             await self.queue.drain()
@@ -139,15 +123,15 @@ class RankServer:
             self.fetcher.close()
             self.store.close()
 
-    def _tell_of_missing_transports(self) -> None:
+    def _log_missing_transports(self) -> None:
         """Logs which transports are not available and why; on rank 0 alone, and only on a host with NVIDIA GPUs."""
-        if self.worker.ranks.rank == 0 and Path("/dev/nvidiactl").exists():
+        if self.worker.ranks.rank == 0 and DRIVER.exists():
             for reason in sorted(set(self.unavailable.values())):
                 missing = [name for name, why in self.unavailable.items() if why == reason]
                 logging.info("not available: transport %s: %s", ", ".join(missing), reason)
 
-    def _say_ready(self) -> None:
-        """Prints the service's ready line (name, address, number of ranks), on rank 0 alone."""
+    def _print_ready_line(self) -> None:
+        """Prints name, address and number of ranks of the service, on rank 0 alone."""
         size = self.worker.ranks.size
         if self.worker.ranks.rank == 0:
             ranks = "1 rank" if size == 1 else f"{size} ranks"
@@ -255,7 +239,7 @@ class RankServer:
 
         async def run(request: Any, context: Any) -> Any:
             self._guard.check(self._guard.granted(context), method, request)
-            if method.name == PROFILE and not request.HasField("call"):
+            if method.name == "Profile" and not request.HasField("call"):
                 path = await asyncio.to_thread(self.worker.request_profile, request)
                 return worker_pb2.ProfileResponse(path=path)
             response = self.queue.start(method, registration, request, timeout_s(context))
@@ -273,3 +257,17 @@ class RankServer:
         roles = [role_methods(role) for role in (self.worker.role, *self.worker.also_serves)]
         found = (*roles, SERVICES["worker"], SERVICES["transfer"], *self.sources.services())
         return {next(iter(methods.values())).service: methods for methods in found}
+
+
+def _device_arena(
+    gpu: tuple[Cuda, DeviceTensors] | None, table: ServiceTable
+) -> tuple[DeviceArena, DeviceTensors] | None:
+    """Returns the arena on a rank's GPU and the factory of tensors in it; None if the rank has no such arena.
+
+    Raises:
+        OutOfSpace: The GPU has too little free memory.
+    """
+    if gpu is None or not table.device_arena_bytes:
+        return None
+    cuda, tensors = gpu
+    return DeviceArena(cuda, table.device_arena_bytes), tensors

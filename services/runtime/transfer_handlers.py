@@ -12,9 +12,10 @@ from nccl_transfer.refs.wire import from_proto, to_proto
 from nccl_transfer.spill import spill_response
 from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transfer_service import mark_corrupt_response, stat_response
+from nccl_transfer.transports.base import Handler
 from rlhf.errors import Refused
 from rlhf.v1 import transfer_pb2
-from services.runtime.boundary import Handler, timeout_s
+from services.runtime.boundary import timeout_s
 from services.runtime.sessions import Sessions
 
 

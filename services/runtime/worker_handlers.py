@@ -14,13 +14,14 @@ import psutil
 from nccl_transfer.refs.wire_ranks import mesh_to_proto
 from nccl_transfer.store.stat import StoreStat
 from nccl_transfer.store.store import TensorStore
+from nccl_transfer.transports.base import Handler
 from rlhf.access import Access
 from rlhf.contract import Method
 from rlhf.errors import InvalidRequest, RlhfError, ShuttingDown
 from rlhf.guard import Guard
 from rlhf.roles import find_role
 from rlhf.v1 import worker_pb2
-from services.runtime.boundary import Handler, RpcBoundary
+from services.runtime.boundary import RpcBoundary
 from services.runtime.dispatch import DispatchStream
 from services.runtime.execution import CallQueue
 from services.runtime.hosts import cpu_name

@@ -105,7 +105,7 @@ def log_probs(engine: TrainEngine, micro_batches: list[MicroBatch], lengths: np.
 def generate(rollout: RolloutEngine, engine: TrainEngine, prompts: Jagged[Tensor]) -> Generation:
     """Loads the engine's current weights into `rollout`, and samples NUM_NEW_TOKENS tokens for each prompt."""
     rollout.load_weights(engine.rollout_weights())
-    rows = [prompts.row(row).tolist() for row in range(prompts.rows)]
+    rows = prompts.tolist()
     options = SamplingOptions(max_new_tokens=NUM_NEW_TOKENS, temperature=TEMPERATURE)
     return rollout.generate(rows, options, row_seeds(0, 1, "generate/0", np.arange(len(rows))))
 

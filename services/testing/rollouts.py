@@ -53,11 +53,6 @@ TEMPERATURE = 1.3
 PARITY = 1e-4
 
 
-def rows(column: Jagged[Tensor]) -> list[list[Any]]:
-    """Returns the values of each row of a column as a list."""
-    return [column.row(i).tolist() for i in range(column.rows)]
-
-
 def same(a: Generation, b: Generation) -> bool:
     """Returns whether two generations have the same tokens, and the same log-probabilities bit for bit."""
     return torch.equal(a.responses.values, b.responses.values) and torch.equal(
@@ -254,12 +249,12 @@ class RolloutResponses:
         )
 
     def test_a_row_says_the_same_alone_and_in_any_order(self, engine: RolloutEngine) -> None:
-        together = rows(engine.generate(PROMPTS, self.sampled, SEEDS).responses)
+        together = engine.generate(PROMPTS, self.sampled, SEEDS).responses.tolist()
         alone = [
-            rows(engine.generate([PROMPTS[i]], self.sampled, SEEDS[[i]]).responses)[0]
+            engine.generate([PROMPTS[i]], self.sampled, SEEDS[[i]]).responses.tolist()[0]
             for i in range(len(PROMPTS))
         ]
-        reversed_ = rows(engine.generate(PROMPTS[::-1], self.sampled, SEEDS[::-1]).responses)
+        reversed_ = engine.generate(PROMPTS[::-1], self.sampled, SEEDS[::-1]).responses.tolist()
         assert alone == together
         assert reversed_ == together[::-1]
         assert not self.samples or len({len(response) for response in together}) > 2, (
@@ -268,7 +263,7 @@ class RolloutResponses:
 
     def test_equal_prompts_with_other_seeds_differ(self, engine: RolloutEngine) -> None:
         self.needs_sampling()
-        responses = rows(engine.generate(PROMPTS, self.long, SEEDS).responses)
+        responses = engine.generate(PROMPTS, self.long, SEEDS).responses.tolist()
         assert PROMPTS[0] == PROMPTS[3]
         assert responses[0] != responses[3]
 
@@ -328,7 +323,7 @@ class RolloutResponses:
         generation = engine.generate(
             PROMPTS * 8, self.sampled, row_seeds(1, 0, "g", np.arange(8 * len(PROMPTS)))
         )
-        for response, reason in zip(rows(generation.responses), generation.finish_reasons, strict=True):
+        for response, reason in zip(generation.responses.tolist(), generation.finish_reasons, strict=True):
             assert not {*EOS} & {*response[:-1]}
             assert reason == ("stop" if response[-1] in EOS else "length")
             assert len(response) == 12 or reason == "stop"
@@ -341,7 +336,7 @@ class RolloutResponses:
 
     def test_a_response_ends_with_the_token_that_completes_a_stop_string(self, engine: RolloutEngine) -> None:
         whole = engine.generate(PROMPTS, self.long, SEEDS)
-        texts = spell(rows(whole.responses))
+        texts = spell(whole.responses.tolist())
         options = stopping_at(self.long, texts[0][7:9], texts[1][3], texts[2][30:33])
         ended = engine.generate(PROMPTS, options, SEEDS)
         assert options.stop
@@ -360,7 +355,7 @@ class RolloutResponses:
     def test_a_stop_string_at_the_last_token_is_a_stop(self, engine: RolloutEngine) -> None:
         self.needs_sampling()
         options = self.options(max_new_tokens=9)
-        text = spell(rows(engine.generate(PROMPTS[:1], options, SEEDS[:1]).responses))[0]
+        text = spell(engine.generate(PROMPTS[:1], options, SEEDS[:1]).responses.tolist())[0]
         generation = engine.generate(PROMPTS[:1], stopping_at(options, text[5:]), SEEDS[:1])
         assert generation.responses.lengths.tolist() == [9]
         assert generation.finish_reasons == ["stop"]

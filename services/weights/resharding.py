@@ -98,6 +98,8 @@ class Resharding:
         wants = [each.slices() for each in wanted]
         self._plans = list(_plans(held, wants, self._bucket_bytes, together_bytes))
         self.received_bytes = 0
+        # Creates the communicator of the group, which in a batch of sends and receives NCCL would await from all ranks.
+        dist.all_reduce(torch.zeros(1, device=device))
 
     @property
     def generation_shards(self) -> Resharding:

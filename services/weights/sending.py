@@ -44,7 +44,7 @@ class SendingWorker(Worker):
     @register("ONE_TO_ALL")
     def send_weights(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         require(request, "transfer")
-        with self.buckets.failures_told(request.transfer.id):
+        with self.buckets.reporting_failures(request.transfer.id):
             with self.ranks.together(call.peers_deadline):
                 engine = self._sending_engine()
                 transfer = transfer_from_proto(request.transfer)

@@ -398,7 +398,7 @@ def test_a_transfer_that_has_ended_keeps_no_weights(make_source: MakeSource, way
 
 def test_receivers_get_the_error_of_a_source_that_fails_before_its_offer(make_source: MakeSource):
     source, moved = one_to_one(make_source)
-    with pytest.raises(OutOfSpace), source.peer.board.failures_told(moved.id):
+    with pytest.raises(OutOfSpace), source.peer.board.reporting_failures(moved.id):
         raise OutOfSpace("no memory for merged weights")
     begun_s = time.monotonic()
     with pytest.raises(OutOfSpace, match="no memory for merged weights"):

@@ -54,10 +54,10 @@ def test_a_column_is_read_in_place_with_its_bits(store, dtype):
     assert torch.equal(tensor.view(torch.uint8), values.view(torch.uint8))
     assert arena.pointer <= tensor.data_ptr() < arena.pointer + arena.nbytes
     store.release("s")
-    assert arena.use()[0] > 0
+    assert arena.used_bytes > 0
     del tensor, found, rows
     arena.settle()
-    assert arena.use()[0] == 0
+    assert arena.used_bytes == 0
     fetcher.close()
 
 

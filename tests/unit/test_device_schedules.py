@@ -236,7 +236,7 @@ class Schedule:
             self.end_send()
         self.world.drain()
         self.arena.settle()
-        assert self.arena.use()[0] == 0
+        assert self.arena.used_bytes == 0
         assert self.store.stat().used_bytes == 0
 
 

@@ -65,7 +65,7 @@ def take_turn(
 
 def rows(rank: OneRank, name: str) -> list[list[float]]:
     column = rank.read(name)
-    return [column.row(row).tolist() for row in range(column.rows)]
+    return column.tolist()
 
 
 def texts(rank: OneRank, name: str) -> list[str]:

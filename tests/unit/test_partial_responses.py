@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from pretend_device import DEVICE, pretending
 from unit.one_rank import NEW_TOKENS, OneRank
 
 from nccl_transfer.refs.batch import LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
+from services.generation.partial import extended
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -45,10 +48,6 @@ def begin(rank: OneRank, sampling: actor_pb2.Sampling, tokens: int) -> None:
     rank.call(rank.actor, "generate_sequences", request, "prompt")
 
 
-def rows(column: Jagged[np.ndarray]) -> list[list[float]]:
-    return [column.row(row).tolist() for row in range(column.rows)]
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 4, NEW_TOKENS])
 def test_segments_add_up_to_the_response_of_one_call(rank: OneRank, tokens: int) -> None:
     request = actor_pb2.GenerateSequencesRequest(sampling=GREEDY)
@@ -59,10 +58,10 @@ def test_segments_add_up_to_the_response_of_one_call(rank: OneRank, tokens: int)
     for _ in range(tokens, NEW_TOKENS, tokens):
         assert go_on(rank, GREEDY, tokens) == {}
     assert go_on(rank, GREEDY, 0) == metrics
-    assert rows(rank.read("response_ids")) == rows(ids)
+    assert rank.read("response_ids").tolist() == ids.tolist()
     segmented = rank.read("rollout_log_probs")
     np.testing.assert_allclose(segmented.values, log_probs.values, atol=1e-5)
-    assert rows(rank.read("response_versions")) == [[0] * len(row) for row in rows(ids)]
+    assert rank.read("response_versions").tolist() == [[0] * len(row) for row in ids.tolist()]
 
 
 def test_each_token_has_the_version_and_the_log_probability_of_the_weights_that_generated_it(
@@ -74,13 +73,15 @@ def test_each_token_has_the_version_and_the_log_probability_of_the_weights_that_
     go_on(rank, SAMPLED, 1)
     rank.actor.policy_version += 1
     go_on(rank, SAMPLED, 0)
-    ids, versions = rank.read("response_ids"), rows(rank.read("response_versions"))
+    ids, versions = rank.read("response_ids"), rank.read("response_versions").tolist()
     expected = [0, 0, 1, *[2] * (NEW_TOKENS - 3)]
     assert versions == [expected[:length] for length in ids.lengths]
     assert max(ids.lengths) > 3
     for name, column in first.items():
-        whole = rows(rank.read(name))
-        assert [row[: len(begun)] for row, begun in zip(whole, rows(column), strict=True)] == rows(column)
+        whole = rank.read(name).tolist()
+        assert [
+            row[: len(begun)] for row, begun in zip(whole, column.tolist(), strict=True)
+        ] == column.tolist()
     # The weights have not changed, so the training engine gives the log-probabilities of every segment.
     rank.log_probs()
     np.testing.assert_allclose(
@@ -124,3 +125,14 @@ def test_responses_that_cannot_go_on_are_refused(rank: OneRank, change: dict[str
 def test_segments_do_not_go_with_stop_strings(rank: OneRank) -> None:
     with pytest.raises(InvalidRequest, match="do not go with sampling"):
         begin(rank, actor_pb2.Sampling(max_new_tokens=6, temperature=1.0, stop=["x"]), 2)
+
+
+def test_a_column_of_the_host_goes_to_the_device_in_one_copy() -> None:
+    begun = Jagged(torch.arange(6.0), np.array([1, 2, 3]))
+    with pretending() as log:
+        new = Jagged(torch.tensor([7.0, 8.0, 9.0]).to(DEVICE), np.array([1, 2]))
+        log.clear()
+        column = extended(begun, [0, 2], new)
+        assert (len(log.to_device), log.to_host, log.waits) == (1, [], [])
+        assert column.values.tolist() == [0, 7, 1, 2, 3, 4, 5, 8, 9]
+        assert column.lengths.tolist() == [2, 2, 5]

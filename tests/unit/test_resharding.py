@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from pretend_device import DEVICE, pretending
 
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.plans import Slice
 from nccl_transfer.refs.weight_plans import WeightSlice
+from services.weights import resharding
 from services.weights.resharding import Resharding, _plans
 
 SHAPES = {"a": (8, 16), "b": (64, 16), "c": (8,), "d": (6, 16), "e": (4, 16)}
@@ -54,3 +57,15 @@ def test_a_model_of_another_family_is_refused() -> None:
     engine: Any = SimpleNamespace(config=SimpleNamespace(model_type="gpt2"))
     with pytest.raises(ValueError, match="models/x is a gpt2; ranks can share llama, mistral, qwen2, qwen3"):
         Resharding(engine, Path("models/x"), Mesh(), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_all_ranks_create_the_communicator_that_some_of_them_send_by(
+    process_group: None, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reduced: list[torch.Tensor] = []
+    engine: Any = SimpleNamespace(config=SimpleNamespace(model_type="llama"), local_shards=lambda: iter(()))
+    with pretending():
+        monkeypatch.setattr(dist, "all_reduce", reduced.append)
+        monkeypatch.setattr(resharding, "_plans", lambda *_: iter(()))
+        Resharding(engine, tiny_llama_dir, Mesh(), dtype=torch.float32, device=DEVICE)
+    assert [x.device for x in reduced] == [DEVICE]

@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pretend_device import DEVICE, pretending
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
@@ -22,7 +24,7 @@ from rlhf.errors import CallCancelled, ConfigError, CorruptWeights, InvalidReque
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
 from services.compute import matmul
 from services.models.families import load_classifier
-from services.reward.model import LearningRewardWorker, ModelRewardWorker, PairRewardWorker
+from services.reward.model import LearningRewardWorker, ModelRewardWorker, PairRewardWorker, in_row_order
 from services.reward.model_scorer import ModelScorer
 from services.reward.role import worker_class
 from services.reward.sharded import ShardedLearningRewardWorker, ShardedRewardWorker
@@ -462,6 +464,15 @@ def test_an_engine_that_does_not_shard_a_reward_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=why):
         make_table(directory, **keys)
+
+
+def test_scores_leave_the_device_in_one_copy() -> None:
+    with pretending() as log:
+        micro_batches: list[Any] = [SimpleNamespace(rows=np.array(rows)) for rows in ([3, 0], [2], [1, 4])]
+        outputs = [torch.tensor(each.rows / 2, device=DEVICE) for each in micro_batches]
+        log.clear()
+        assert in_row_order(micro_batches, outputs).tolist() == [0, 0.5, 1, 1.5, 2]
+        assert (len(log.to_host), log.to_device, log.waits) == (1, [], [])
 
 
 def test_sharding_is_for_models_alone() -> None:

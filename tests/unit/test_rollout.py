@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from nccl_transfer.refs.columns import Jagged
 from services.engines.base import EngineOffloaded
 from services.models.families import load_causal_lm
 from services.rollout import sampling as rollout_sampling
@@ -35,10 +34,6 @@ def engine(tiny_llama_dir: Path) -> HFRollout:
     return HFRollout(load_causal_lm(tiny_llama_dir), token_budget=1000)
 
 
-def rows(column: Jagged[Tensor]) -> list[list[float]]:
-    return [column.row(i).tolist() for i in range(column.rows)]
-
-
 def same(a: Generation, b: Generation) -> bool:
     return torch.equal(a.responses.values, b.responses.values) and torch.equal(
         a.log_probs.values, b.log_probs.values
@@ -57,7 +52,7 @@ def forward_log_probs(
 def test_greedy_is_the_greedy_of_transformers(engine: HFRollout, tiny_llama_dir: Path):
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
     options = SamplingOptions(max_new_tokens=12, eos_ids=EOS, greedy=True)
-    responses = rows(engine.generate(PROMPTS, options, SEEDS).responses)
+    responses = engine.generate(PROMPTS, options, SEEDS).responses.tolist()
     for prompt, response in zip(PROMPTS, responses, strict=True):
         expected = model.generate(
             torch.tensor([prompt]),
@@ -94,21 +89,21 @@ def test_absolute_positions_are_not_shifted_by_the_padding():
 
 
 def test_a_row_says_the_same_alone_shuffled_and_in_smaller_batches(engine: HFRollout, tiny_llama_dir: Path):
-    together = rows(engine.generate(PROMPTS, SAMPLED, SEEDS).responses)
+    together = engine.generate(PROMPTS, SAMPLED, SEEDS).responses.tolist()
     alone = [
-        rows(engine.generate([PROMPTS[i]], SAMPLED, SEEDS[[i]]).responses)[0] for i in range(len(PROMPTS))
+        engine.generate([PROMPTS[i]], SAMPLED, SEEDS[[i]]).responses.tolist()[0] for i in range(len(PROMPTS))
     ]
     order = np.array([4, 2, 6, 0, 5, 1, 3])
-    shuffled = rows(engine.generate([PROMPTS[i] for i in order], SAMPLED, SEEDS[order]).responses)
+    shuffled = engine.generate([PROMPTS[i] for i in order], SAMPLED, SEEDS[order]).responses.tolist()
     small = HFRollout(load_causal_lm(tiny_llama_dir), token_budget=40)
     assert alone == together
     assert shuffled == [together[i] for i in order]
-    assert rows(small.generate(PROMPTS, SAMPLED, SEEDS).responses) == together
+    assert small.generate(PROMPTS, SAMPLED, SEEDS).responses.tolist() == together
     assert len({len(response) for response in together}) > 2, "rows must end at different times"
 
 
 def test_equal_prompts_with_other_seeds_differ(engine: HFRollout):
-    responses = rows(engine.generate(PROMPTS, SAMPLED, SEEDS).responses)
+    responses = engine.generate(PROMPTS, SAMPLED, SEEDS).responses.tolist()
     assert PROMPTS[0] == PROMPTS[3]
     assert responses[0] != responses[3]
 
@@ -119,7 +114,7 @@ def test_the_same_call_gives_the_same_bits_twice(engine: HFRollout):
 
 def test_a_response_ends_with_its_first_end_token_or_at_the_limit(engine: HFRollout):
     generation = engine.generate(PROMPTS * 8, SAMPLED, row_seeds(1, 0, "g", np.arange(8 * len(PROMPTS))))
-    for response, reason in zip(rows(generation.responses), generation.finish_reasons, strict=True):
+    for response, reason in zip(generation.responses.tolist(), generation.finish_reasons, strict=True):
         assert not {*EOS} & {*response[:-1]}
         assert reason == ("stop" if response[-1] in EOS else "length")
         assert len(response) == 12 or reason == "stop"

@@ -587,7 +587,7 @@ def sandboxed(tmp_path: Path) -> Iterator[sandboxed_process.SandboxedProcess]:
         )
         started = sandboxed_process.SandboxedProcess(process, sandboxed_process.Quota(1.0, 1, 1))
         started.group = cgroups.ControlGroup([tmp_path / "group"])
-        started.has_process(process.pid)
+        started.set_first_process(process.pid)
         try:
             yield started
         finally:

@@ -81,7 +81,8 @@ def run_forward_backward(
     missing = max(num_stages - len(micro_batches), 0)
     every = [*micro_batches, *(dummy_micro_batch().to(hidden_template.device) for _ in range(missing))]
     wired = _StageBetweenWires(stage, groups, every, loss_head)
-    numbers = torch.arange(len(every), device=hidden_template.device)
+    # In host memory, so that no stage waits for its device to read them.
+    numbers = torch.arange(len(every))
     wire = hidden_template.new_empty((wired.num_tokens, hidden_template.shape[-1]), requires_grad=True)
     first_input = (numbers[:1],) if groups.is_first_stage else (wire,)
     last_output = hidden_template.new_empty((), dtype=torch.float64, requires_grad=True)

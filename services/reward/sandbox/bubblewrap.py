@@ -113,7 +113,7 @@ class Bubblewrap(Isolation):
         sandbox = SandboxedProcess(monitor, self._quota)
         try:
             pid = _first_pid(info)
-            sandbox.has_process(pid)
+            sandbox.set_first_process(pid)
             if self._as_root:
                 for kind in ("uid_map", "gid_map"):
                     ids = f"0 0 1\n{confine.UNPRIVILEGED_ID} {confine.UNPRIVILEGED_ID} 1\n"

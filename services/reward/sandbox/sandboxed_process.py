@@ -55,10 +55,10 @@ class SandboxedProcess(Process):
         self._pidfd = -1
         self.group = cgroups.ControlGroup()
 
-    def has_process(self, first: int) -> None:
+    def set_first_process(self, pid: int) -> None:
         """Sets the PID, on the host, of the first process of the sandbox; to be called once bwrap has reported it."""
-        self._pidfd = os.pidfd_open(first)
-        self._first = first
+        self._pidfd = os.pidfd_open(pid)
+        self._first = pid
 
     def enforce(self) -> None:
         try:

@@ -44,9 +44,9 @@ ALLOWED = (
     "getpeername", "getsockopt", "setsockopt",
 )  # fmt: skip
 
-# What is a namespace in the flags of clone: NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
+# Flags of clone that make a namespace: NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
 _NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
-# Values of one argument for which a call is allowed. What the kernel makes of its lower half alone is compared whole.
+# Values of one argument for which a call is allowed. All 64 bits are compared, also where the kernel reads 32 of them.
 _BY_VALUE: dict[tuple[str, int], tuple[int, ...]] = {
     # Not the ones that put characters into a terminal.
     ("ioctl", 1): (

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 READY, VALID, BEGUN = b"1", b"2", b"3"
-"""Stages, one byte each, that are sent to the service. READY: both sandboxes have started. VALID: all tests are
-valid.
+"""Stages, one byte each, that are sent to the service. READY: both sandboxes have started. VALID: all tests are valid.
 BEGUN: the program is called for the first time; only failures after this stage count as the program's."""
 
 
