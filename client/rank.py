@@ -113,7 +113,7 @@ class RankClient:
             raise self._explain(error, method, timeout_s) from error
         except (asyncio.CancelledError, grpc.aio.UsageError):
             # gRPC cancels the calls of a channel that is closed, and refuses further ones.
-            if not self._is_closed or is_cancelled():
+            if not self._is_closed or _is_cancelled():
                 raise
             raise ServiceLost(f"{self} {method.name}: the connection was closed") from None
 
@@ -127,7 +127,7 @@ class RankClient:
             raise from_rpc_error(error, f"{self} {method.name}") from error
 
     async def close(self) -> None:
-        """Closes the stream of calls and the channel. Pending calls fail with ServiceLost, and so do further unary ones."""
+        """Closes the stream of calls and the channel. Pending calls and further unary ones fail with ServiceLost."""
         self._is_closed = True
         if self._stream is not None:
             await self._stream.close()
@@ -153,7 +153,7 @@ class RankClient:
         return self._callables[method.path]
 
 
-def is_cancelled() -> bool:
+def _is_cancelled() -> bool:
     """Whether the running task was asked to end."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

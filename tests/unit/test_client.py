@@ -284,7 +284,9 @@ def test_calls_of_a_client_that_is_closed_fail_as_those_of_a_lost_rank() -> None
             with pytest.raises(asyncio.CancelledError):
                 await calls[1]
             for call in (calls[0], made.reach(release, request, SOON_S)):
-                with pytest.raises(ServiceLost, match=r"^reward rank 0 \(\S+\) Release: the connection was closed$"):
+                with pytest.raises(
+                    ServiceLost, match=r"^reward rank 0 \(\S+\) Release: the connection was closed$"
+                ):
                     await call
 
     run(main())

@@ -255,7 +255,9 @@ class Introduced:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_two_services_that_are_lost_together_do_not_keep_each_other_from_the_session(error: RlhfError) -> None:
+def test_two_services_that_are_lost_together_do_not_keep_each_other_from_the_session(
+    error: RlhfError,
+) -> None:
     """The other is lost still, ends, or is a new process in which the session has not begun."""
     reward, cost, actor = Introduced("reward"), Introduced("cost", error), Introduced("actor")
     groups: list[Any] = [reward, cost, actor]
@@ -267,7 +269,10 @@ def test_two_services_that_are_lost_together_do_not_keep_each_other_from_the_ses
 
 
 def test_a_service_that_is_silent_when_another_is_taken_into_the_session_ends_the_wait() -> None:
-    groups: list[Any] = [Introduced("reward"), Introduced("actor", DeadlineExceeded("actor rank 0: no answer"))]
+    groups: list[Any] = [
+        Introduced("reward"),
+        Introduced("actor", DeadlineExceeded("actor rank 0: no answer")),
+    ]
     with pytest.raises(DeadlineExceeded, match="actor rank 0: no answer"):
         asyncio.run(introduce(groups, again="reward"))
 
