@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import grpc.aio
 
 from client.outage import RECONNECT_OPTIONS, RETRY_S, Outage, is_break
 from client.stream import CallStream, unanswered
 from rlhf.access import Access
 from rlhf.channels import open_aio_channel
 from rlhf.contract import CHANNEL_OPTIONS, PLAIN_OPTIONS, SERVICES, Method
-from rlhf.errors import DeadlineExceeded, RlhfError, from_rpc_error
+from rlhf.errors import DeadlineExceeded, RlhfError, ServiceLost, from_rpc_error
 from rlhf.v1 import transfer_pb2
 
 
@@ -53,6 +54,7 @@ class RankClient:
         self._callables: dict[str, Any] = {}
         self._session = session
         self._stream: CallStream | None = None
+        self._is_closed = False
 
     def __str__(self) -> str:
         return f"{self.service} rank {self.rank} ({self.address})"
@@ -102,13 +104,18 @@ class RankClient:
         """Makes one unary call, without retries, and returns the response.
 
         Raises:
-            RlhfError: The error that the rank reported; ServiceLost where it cannot be reached; DeadlineExceeded
-                where it does not respond within `timeout_s` seconds.
+            RlhfError: The error that the rank reported; ServiceLost where it cannot be reached or the client is
+                closed; DeadlineExceeded where it does not respond within `timeout_s` seconds.
         """
         try:
             return await self._callable(method)(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._explain(error, method, timeout_s) from error
+        except (asyncio.CancelledError, grpc.aio.UsageError):
+            # gRPC cancels the calls of a channel that is closed, and refuses further ones.
+            if not self._is_closed or _is_cancelled():
+                raise
+            raise ServiceLost(f"{self} {method.name}: the connection was closed") from None
 
     async def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:
         """Makes a server-streaming call, without a timeout, and yields its responses until the server ends the stream
@@ -120,7 +127,8 @@ class RankClient:
             raise from_rpc_error(error, f"{self} {method.name}") from error
 
     async def close(self) -> None:
-        """Closes the stream of calls, whose pending calls fail with ServiceLost, and the channel."""
+        """Closes the stream of calls and the channel. Pending calls and further unary ones fail with ServiceLost."""
+        self._is_closed = True
         if self._stream is not None:
             await self._stream.close()
         await self._channel.close()
@@ -143,6 +151,12 @@ class RankClient:
                 response_deserializer=method.response.FromString,  # type: ignore[attr-defined]
             )
         return self._callables[method.path]
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task was asked to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _serialized(request: Any) -> bytes:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from controller.config.config import Config
-from controller.role_groups.replacement import LostAgain
+from controller.role_groups.replacement import LostAgain, is_loss
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 from settings.service import ENDING_S
 
@@ -87,33 +87,36 @@ class LaunchedServices:
         The launcher reports a lost service before it stops the others, so an error that follows from this has its
         cause in the log. A ServiceLost may come before the report: up to `EXPLAIN_TIMEOUT_S` are waited for it. A
         DeadlineExceeded names a rank that is stuck, from which a report may follow but not the other way round. A
-        LostAgain has the cause already."""
+        LostAgain has the cause already. A service that is started again explains errors of its own calls alone."""
         if isinstance(error, DeadlineExceeded | LostAgain):
             return error
         deadline = time.monotonic() + (EXPLAIN_TIMEOUT_S if isinstance(error, ServiceLost) else 0.0)
-        while not (cause := self._cause() or self._loss()) and time.monotonic() < deadline:
+        while not (cause := self._cause() or self._loss(error)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return ServiceLost(f"{cause}; {error}") if cause else error
 
     def take_loss(self, service: str) -> str:
         """Returns why a service was lost that the launcher starts again, the oldest report that was not taken before;
-        empty where there is none."""
-        prefix = f"{LOST}{service}: "
-        losses = [line.removeprefix(prefix) for line in self._lines() if line.startswith(prefix)]
-        taken = self._taken[service]
-        if taken == len(losses):
-            return ""
-        self._taken[service] += 1
-        return losses[taken]
+        empty where there is none. Takes all reports: the service may have been lost again before it served."""
+        losses, taken = self._losses(service), self._taken[service]
+        self._taken[service] = len(losses)
+        return losses[taken] if taken < len(losses) else ""
 
     def has_failed(self) -> bool:
         """Whether the launcher has ended, or stops all services."""
         return self._process.poll() is not None or bool(self._cause())
 
-    def _loss(self) -> str:
-        """Returns the last report of a lost service that is started again, where some were not taken."""
-        losses = [line for line in self._lines() if line.startswith(LOST)]
-        return losses[-1].removeprefix("lost: ") if len(losses) > self._taken.total() else ""
+    def _loss(self, error: RlhfError) -> str:
+        """Returns the last report of a service that is started again and whose loss the error is, unless it was taken;
+        empty where there is none."""
+        service = str(error).partition(" rank ")[0]
+        losses = self._losses(service) if is_loss(error) else []
+        return f"service {service}: {losses[-1]}" if len(losses) > self._taken[service] else ""
+
+    def _losses(self, service: str) -> list[str]:
+        """Returns why a service was lost each time that the launcher has started it again."""
+        prefix = f"{LOST}{service}: "
+        return [line.removeprefix(prefix) for line in self._lines() if line.startswith(prefix)]
 
     def _cause(self) -> str:
         """Returns why the launcher stops or has stopped the services; empty where it does not or has not said why."""

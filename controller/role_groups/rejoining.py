@@ -14,7 +14,7 @@ from controller.role_groups.group import RoleGroup
 from controller.role_groups.replacement import Launcher, Replaced, Replacement, is_loss
 from controller.role_groups.watch import StatusWatch
 from rlhf.access import Access
-from rlhf.errors import RlhfError
+from rlhf.errors import Refused, RlhfError
 from rlhf.v1 import worker_pb2
 
 
@@ -115,8 +115,8 @@ async def introduce(groups: Sequence[RoleGroup], again: str = "") -> None:
 
     Args:
         groups: Role groups of the services.
-        again: Name of one that was started again: others that are lost meanwhile are introduced when they serve again
-            too. Default: none was.
+        again: Name of one that was started again. Others that are lost, or were started again too, are then left to
+            their next calls, which end the run or have them replaced. Default: none was.
 
     Raises:
         RlhfError: A rank does not respond.
@@ -127,7 +127,8 @@ async def introduce(groups: Sequence[RoleGroup], again: str = "") -> None:
         try:
             await group.introduce(endpoints)
         except RlhfError as error:
-            if not (again and group.name != again and group.replacement and is_loss(error)):
+            # Refused by a process in which the session has not begun.
+            if again in ("", group.name) or not (is_loss(error) or isinstance(error, Refused)):
                 raise
 
     await asyncio.gather(*map(send, groups))

@@ -142,7 +142,7 @@ class Replacement:
         self._say(f"{error}; waiting up to {self.wait_s:g} s until services.{self._service} serves again")
         while True:
             try:
-                await self._rejoin(deadline)
+                await self._rejoined(deadline)
                 break
             except RlhfError as again:
                 if not is_loss(again) or self._is_hopeless(deadline):
@@ -157,8 +157,22 @@ class Replacement:
         self._say(f"{self._service}: {cause}; it was started again, sent again: {calls}")
         self._report(Replaced(self._service, step, cause, lost_s, time.time()))
 
+    async def _rejoined(self, deadline: float) -> None:
+        """Calls `rejoin`. Raises ServiceLost, without waiting for it any longer, where the launcher has failed."""
+        rejoin = asyncio.ensure_future(self._rejoin(deadline))
+        try:
+            while not (await asyncio.wait([rejoin], timeout=POLL_S))[0]:
+                if self._has_failed():
+                    raise ServiceLost("the launcher stops all services")
+            await rejoin
+        finally:
+            rejoin.cancel()
+
     def _is_hopeless(self, deadline: float) -> bool:
-        return time.monotonic() >= deadline or bool(self._launcher and self._launcher.has_failed())
+        return time.monotonic() >= deadline or self._has_failed()
+
+    def _has_failed(self) -> bool:
+        return bool(self._launcher and self._launcher.has_failed())
 
     async def _cause(self) -> str:
         """Returns why the service was lost, as the launcher reports; without a launcher, that it cannot be known."""

@@ -14,13 +14,14 @@ from click.testing import CliRunner
 import conformance.cli
 import controller.mapping.cli
 import deploy.cli
-from controller import algorithms, cli, job, opening
+from controller import algorithms, cli, job, launch, opening
 from controller.config.config import load
 from controller.launch import LaunchedServices
 from rlhf.errors import (
     ConfigError,
     DeadlineExceeded,
     InvalidRequest,
+    RewardFailed,
     RlhfError,
     ServiceLost,
     from_status,
@@ -88,6 +89,40 @@ def test_an_error_that_follows_from_a_lost_service_has_the_launchers_cause_in_fr
     assert str(said) == (
         "service critic: was killed by SIGKILL; reference rank 0 ComputeRefLogProb: shard 9 was released"
     )
+
+
+RELAUNCHER = """\
+#!/bin/sh
+echo 'lost: service reward: was killed by SIGKILL' >&2
+echo 'lost: service reward: exited with 3' >&2
+echo 'lost: service cost: exited with 4' >&2
+echo ready
+exec sleep 60
+"""
+
+
+def test_a_service_that_is_started_again_explains_errors_of_its_own_calls_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two losses before one replacement none is left for a later error, and an error that does not follow from a
+    loss keeps its class, by which the run is restarted or not."""
+    program = tmp_path / "launcher"
+    program.write_text(RELAUNCHER)
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(launch, "EXPLAIN_TIMEOUT_S", 0.0)
+    with LaunchedServices(load(QUICKSTART, ()), QUICKSTART, tmp_path) as services:
+        assert str(services.explain(ServiceLost("reward rank 0 (a:1) Introduce: refused"))) == (
+            "service reward: exited with 3; reward rank 0 (a:1) Introduce: refused"
+        )
+        assert services.take_loss("reward") == "was killed by SIGKILL"
+        assert services.take_loss("reward") == ""
+        for unexplained in (
+            ServiceLost("reward rank 0 (a:1) ComputeReward: cannot be reached"),
+            ServiceLost("actor rank 0 (a:2) UpdateActor: cannot be reached"),
+            RewardFailed("cost rank 0 (a:3) ComputeReward: row 7: no score"),
+        ):
+            assert services.explain(unexplained) is unexplained
 
 
 @pytest.fixture

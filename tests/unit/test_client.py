@@ -268,3 +268,26 @@ def test_an_answer_that_cannot_be_read_fails_all_that_wait_on_the_stream() -> No
                 assert "Synchronize: the answer cannot be read" in str(error)
 
     run(main())
+
+
+def test_calls_of_a_client_that_is_closed_fail_as_those_of_a_lost_rank() -> None:
+    """Those under way, those that are about to be sent again, and later ones; a task that is cancelled ends."""
+    release, request = SERVICES["worker"]["Release"], worker_pb2.ReleaseRequest(session="run")
+
+    async def main() -> None:
+        async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as silent:
+            host, port = silent.sockets[0].getsockname()
+            made = RankClient("reward", 0, f"{host}:{port}")
+            calls = [asyncio.ensure_future(made.reach(release, request, SOON_S)) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            calls[1].cancel()
+            await made.close()
+            with pytest.raises(asyncio.CancelledError):
+                await calls[1]
+            for call in (calls[0], made.reach(release, request, SOON_S)):
+                with pytest.raises(
+                    ServiceLost, match=r"^reward rank 0 \(\S+\) Release: the connection was closed$"
+                ):
+                    await call
+
+    run(main())

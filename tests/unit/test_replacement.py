@@ -13,12 +13,14 @@ import pytest
 from unit.simulated_run import Simulation, Weather, simulate
 
 from controller.role_groups.admission import check_same
+from controller.role_groups.rejoining import introduce
 from controller.role_groups.replacement import LostAgain, Replaced, Replacement, is_loss
 from rlhf.errors import (
     CallCancelled,
     ConfigError,
     DeadlineExceeded,
     PeerFailed,
+    Refused,
     Restarted,
     RlhfError,
     ServiceLost,
@@ -26,7 +28,7 @@ from rlhf.errors import (
     from_status,
     to_status,
 )
-from rlhf.v1 import worker_pb2
+from rlhf.v1 import common_pb2, worker_pb2
 from settings.model import OptimizerTable
 from settings.reward import RewardTable
 
@@ -215,6 +217,74 @@ def test_a_replacement_that_fails_is_the_error_of_all_calls(
 
     asyncio.run(main())
     assert not lost.reported
+
+
+def test_a_launcher_that_fails_ends_the_wait_for_a_service() -> None:
+    """As when an actor dies while the reward is started again, or soon after."""
+    launcher, ends = Launcher(), list[str]()
+
+    async def wait(deadline: float) -> None:
+        launcher.fails = True
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ends.append("rejoin")
+
+    lost = Lost(launcher=launcher)
+    lost.replacement = Replacement("reward", 3, 600.0, wait, lost.said.append, lost.reported.append, launcher)
+
+    async def main() -> None:
+        for _ in range(2):
+            with pytest.raises(ServiceLost, match=r"^reward rank 0: gone; the launcher stops all services$"):
+                await lost.lose()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert ends == ["rejoin"]
+
+
+class Introduced:
+    """A role group of a rank that takes introductions, or fails to."""
+
+    def __init__(self, name: str, error: RlhfError | None = None) -> None:
+        endpoint = common_pb2.Endpoint(address=f"{name}:1", service=name)
+        self.name, self.description = name, worker_pb2.DescribeResponse(ranks=[{"endpoint": endpoint}])
+        self.error, self.known = error, set[str]()
+
+    async def introduce(self, endpoints: list[common_pb2.Endpoint]) -> None:
+        if self.error:
+            raise self.error
+        self.known = {endpoint.service for endpoint in endpoints}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ServiceLost("cost rank 0: cannot be reached"),
+        reported(ShuttingDown("the service is shutting down")),
+        reported(Refused("session 'run' is not open on this rank")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_two_services_that_are_lost_together_do_not_keep_each_other_from_the_session(
+    error: RlhfError,
+) -> None:
+    """The other is lost still, ends, or is a new process in which the session has not begun."""
+    reward, cost, actor = Introduced("reward"), Introduced("cost", error), Introduced("actor")
+    groups: list[Any] = [reward, cost, actor]
+    asyncio.run(introduce(groups, again="reward"))
+    assert reward.known == actor.known == {"reward", "cost", "actor"}
+    for again in ("", "cost"):
+        with pytest.raises(type(error), match=str(error)):
+            asyncio.run(introduce(groups, again=again))
+
+
+def test_a_service_that_is_silent_when_another_is_taken_into_the_session_ends_the_wait() -> None:
+    groups: list[Any] = [
+        Introduced("reward"),
+        Introduced("actor", DeadlineExceeded("actor rank 0: no answer")),
+    ]
+    with pytest.raises(DeadlineExceeded, match="actor rank 0: no answer"):
+        asyncio.run(introduce(groups, again="reward"))
 
 
 MODEL = RewardTable(role="reward", address="127.0.0.1:1", kind="model", model=Path("m"), input="tensor")
