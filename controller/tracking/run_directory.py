@@ -211,6 +211,16 @@ def json_text(obj: Any, indent: int | None = None) -> str:
     return json.dumps(_finite(obj), indent=indent, allow_nan=False, default=str)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the content of a JSON file; empty where it is missing. Raises RlhfError where it is no JSON."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except json.JSONDecodeError as error:
+        raise RlhfError(f"{path}: not JSON: {error}") from None
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a JSON Lines file, or nothing where the file is missing.
 
