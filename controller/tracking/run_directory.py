@@ -212,13 +212,12 @@ def json_text(obj: Any, indent: int | None = None) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file; empty where it is missing. Raises RlhfError where it is no JSON."""
+    """Returns the object of a JSON file; an empty one where the file is missing. Raises RlhfError where it is not a
+    JSON object."""
     try:
-        return json.loads(path.read_text())
+        return _json_object(path.read_text(encoding="utf-8", errors="replace"), str(path))
     except FileNotFoundError:
         return {}
-    except json.JSONDecodeError as error:
-        raise RlhfError(f"{path}: not JSON: {error}") from None
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
