@@ -12,6 +12,8 @@ from typing import Any, ClassVar, cast
 import pytest
 import tomli_w
 
+from controller.config.config import load
+from controller.config.tracking import TrackingTable
 from controller.mapping import probe
 from controller.mapping.calibrate import ProbedCall, calibrate, table_text
 from controller.mapping.dataflow import Call
@@ -181,3 +183,9 @@ def test_services_that_do_not_load_their_models_after_a_failed_probe_are_named_b
         probe._probe(cast(Any, FailedRun()), cast(Any, SimpleNamespace(models=())), ())
     assert loaded == ["actor", "critic"]
     assert said == ["the updates of the probe are not undone in actor until a run begins there: it is gone"]
+
+
+def test_a_probe_is_reported_to_no_tracker() -> None:
+    quickstart = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
+    config = load(quickstart, ("tracking.trackers=['wandb']", "tracking.prometheus_port=9090"))
+    assert probe._probe_config(config, repeats=2).tracking == TrackingTable()
