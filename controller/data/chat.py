@@ -48,7 +48,7 @@ class Chat:
 
     def render(self, messages: Messages) -> str:
         """Renders a conversation up to the response, as transformers' `apply_chat_template` does with
-        `add_generation_prompt=True`. A BOS token at its begin is removed where the tokenizer adds one itself.
+        `add_generation_prompt=True`. A BOS token at its start is removed where the tokenizer adds one itself.
 
         Raises:
             NoTemplate: The model has no chat template.

@@ -57,7 +57,7 @@ class MetricsEndpoint(Observer):
         )
         self._calls = client.Summary(
             "rlhf_call_seconds",
-            "Duration of calls in steps that have ended, from the first rank's begin to the last rank's response.",
+            "Duration of calls in steps that have ended, from the first rank's start to the last rank's response.",
             ["service", "method"],
             registry=self._registry,
         )
