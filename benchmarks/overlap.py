@@ -120,7 +120,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Span:
-    """A call in the timeline of a run; times in seconds since its begin."""
+    """A call in the timeline of a run; times in seconds since its start."""
 
     step: int
     service: str
@@ -164,7 +164,7 @@ def beside(spans: list[Span]) -> float:
 
 def united(spans: list[Span]) -> list[tuple[float, float]]:
     """Returns the times in which one of the calls was under way; a call ends when its response has come, which is after
-    the begin of the next."""
+    the start of the next."""
     times: list[tuple[float, float]] = []
     for span in spans:
         if times and span.start_s <= times[-1][1]:

@@ -150,6 +150,18 @@ class FanOut:
         return _Failure(silent, pending)
 
 
+def blame(error: BaseException) -> int:
+    """Returns a sort key that chooses which of several ranks' errors is raised, lowest first: 0 ServiceLost, 1 another
+    RlhfError, 2 DeadlineExceeded, 3 PeerFailed or CallCancelled, 4 no RlhfError."""
+    if isinstance(error, ServiceLost):
+        return 0
+    if isinstance(error, PeerFailed | CallCancelled):
+        return 3
+    if isinstance(error, DeadlineExceeded):
+        return 2
+    return 1 if isinstance(error, RlhfError) else 4
+
+
 @dataclass(frozen=True)
 class _Failure:
     """The failure of a call on some rank: further facts for the choice of the error to raise.
@@ -164,23 +176,11 @@ class _Failure:
 
 
 def _culprit(calls: Sequence[asyncio.Future[Any]], late: Set[asyncio.Future[Any]]) -> BaseException:
-    """Returns the error of the calls with the lowest `_blame`. Ties go to calls that are not in `late`, then to the
+    """Returns the error of the calls with the lowest `blame`. Ties go to calls that are not in `late`, then to the
     lowest rank."""
     in_order = sorted(calls, key=lambda call: call in late)
     ended = [call for call in in_order if call.done() and not call.cancelled()]
-    return min((error for call in ended if (error := call.exception())), key=_blame)
-
-
-def _blame(error: BaseException) -> int:
-    """Sort key that chooses which of several ranks' errors is raised, lowest first: 0 ServiceLost, 1 another RlhfError,
-    2 DeadlineExceeded, 3 PeerFailed or CallCancelled, 4 no RlhfError."""
-    if isinstance(error, ServiceLost):
-        return 0
-    if isinstance(error, PeerFailed | CallCancelled):
-        return 3
-    if isinstance(error, DeadlineExceeded):
-        return 2
-    return 1 if isinstance(error, RlhfError) else 4
+    return min((error for call in ended if (error := call.exception())), key=blame)
 
 
 def _is_silent(answer: Any) -> bool:

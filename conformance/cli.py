@@ -18,7 +18,7 @@ from conformance.reward import check_rules
 from conformance.row_checks import MIB
 from conformance.target import RewardTarget, Row
 from rlhf.errors import ConfigError
-from settings.commands import address_given, errors_shown, write_file
+from settings.commands import Commands, address_given, write_file
 from settings.security import security_option
 
 STYLES = {
@@ -37,7 +37,7 @@ PROBES = (
 """Prompt, response and ground truth of rows to which most rewards give different scores."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="rlhf-cluster")
 def main() -> None:
     """Check a server against the contract."""
@@ -69,18 +69,15 @@ def reward(
 
     The exit code is 1 where a rule is broken.
     """
-    with errors_shown():
-        probes = (
-            read_rows(rows) if rows else [Row(prompt=p, response=r, ground_truth=g) for p, r, g in PROBES]
-        )
-        with contextlib.closing(RewardTarget(target, deadline_s, probes, num_rows, max_mib * MIB)) as checked:
-            findings = check_rules(checked)
-        failed = sum(finding.result is RuleResult.FAIL for finding in findings)
-        Console().print(to_table(findings, f"reward at {target}"))
-        if json_path:
-            report = {"role": "reward", "target": target, "passed": not failed,
-                      "findings": [finding.to_json() for finding in findings]}  # fmt: skip
-            write_file(json_path, json.dumps(report, indent=2) + "\n")
+    probes = read_rows(rows) if rows else [Row(prompt=p, response=r, ground_truth=g) for p, r, g in PROBES]
+    with contextlib.closing(RewardTarget(target, deadline_s, probes, num_rows, max_mib * MIB)) as checked:
+        findings = check_rules(checked)
+    failed = sum(finding.result is RuleResult.FAIL for finding in findings)
+    Console().print(to_table(findings, f"reward at {target}"))
+    if json_path:
+        report = {"role": "reward", "target": target, "passed": not failed,
+                  "findings": [finding.to_json() for finding in findings]}  # fmt: skip
+        write_file(json_path, json.dumps(report, indent=2) + "\n")
     sys.exit(1 if failed else 0)
 
 

@@ -27,7 +27,7 @@ from reports.units import figure_text, percent_text
 from rlhf.addresses import is_loopback
 from rlhf.errors import ConfigError
 from rlhf.stacks import dump_on_signal
-from settings.commands import errors_shown, set_option
+from settings.commands import Commands, errors_shown, set_option
 
 
 def _write_report(context: click.Context, option: click.Parameter, directory: str | None) -> None:
@@ -38,7 +38,9 @@ def _write_report(context: click.Context, option: click.Parameter, directory: st
     context.exit()
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.option(
     "--algo",
     default="",
@@ -108,35 +110,34 @@ def main(
     sys.path.append(str(Path.cwd()))
     if context.invoked_subcommand:
         return
-    with errors_shown():
-        if run_dir is not None:
-            _check_alone(algo=algo, config=config_path, **{"continue": keep_weights, "dry-run": dry_run})
-            done = resume(
-                run_dir,
-                settings=settings,
-                launch=launch,
-                take_over=take_over,
-                elsewhere=elsewhere,
-                owns_process=True,
-                termination=termination,
-            )
-        else:
-            algorithm, config = _given(algo, config_path, settings, elsewhere=elsewhere)
-            launch |= config_path is None
-            if dry_run:
-                _show(algorithm, config, launch=launch, has_data=config_path is not None)
-                return
-            if config_path is None:
-                build_quickstart(config)
-            done = run(
-                config,
-                algorithm,
-                launch=launch,
-                keep_weights=keep_weights,
-                take_over=take_over,
-                owns_process=True,
-                termination=termination,
-            )
+    if run_dir is not None:
+        _check_alone(algo=algo, config=config_path, **{"continue": keep_weights, "dry-run": dry_run})
+        done = resume(
+            run_dir,
+            settings=settings,
+            launch=launch,
+            take_over=take_over,
+            elsewhere=elsewhere,
+            owns_process=True,
+            termination=termination,
+        )
+    else:
+        algorithm, config = _given(algo, config_path, settings, elsewhere=elsewhere)
+        launch |= config_path is None
+        if dry_run:
+            _show(algorithm, config, launch=launch, has_data=config_path is not None)
+            return
+        if config_path is None:
+            build_quickstart(config)
+        done = run(
+            config,
+            algorithm,
+            launch=launch,
+            keep_weights=keep_weights,
+            take_over=take_over,
+            owns_process=True,
+            termination=termination,
+        )
     if headline := _headline(done.summary):
         click.echo(headline)
     click.echo(f"report:            {done.directory / 'report.html'}")
@@ -183,16 +184,15 @@ def evaluate_command(
 
     DIRECTORY is a checkpoint, RUN/checkpoints/step-N, or a model directory, which needs --config.
     """
-    with errors_shown():
-        done = evaluate(
-            directory,
-            config_path=config_path,
-            settings=settings,
-            samples=samples,
-            solved_at=solved_at,
-            launch=launch,
-            take_over=take_over,
-        )
+    done = evaluate(
+        directory,
+        config_path=config_path,
+        settings=settings,
+        samples=samples,
+        solved_at=solved_at,
+        launch=launch,
+        take_over=take_over,
+    )
     for name, value in done.summary.items():
         click.echo(f"{name}: {value:.6g}")
     click.echo(f"run directory:     {done.directory}")
@@ -231,17 +231,16 @@ def export_command(
 
     DIRECTORY is the checkpoint, RUN/checkpoints/step-N.
     """
-    with errors_shown():
-        sha256 = export(
-            directory,
-            out,
-            service=service,
-            dtype=dtype or "",
-            settings=settings,
-            launch=launch,
-            take_over=take_over,
-            say=lambda line: click.echo(line, err=True),
-        )
+    sha256 = export(
+        directory,
+        out,
+        service=service,
+        dtype=dtype or "",
+        settings=settings,
+        launch=launch,
+        take_over=take_over,
+        say=lambda line: click.echo(line, err=True),
+    )
     click.echo(f"model: {out}\nsha256: {sha256}")
 
 

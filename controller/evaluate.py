@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from controller.checkpoints.resume_point import ResumePoint
 from controller.config.checkpoint import CheckpointTable
@@ -17,7 +18,7 @@ from controller.training.algorithm import Algorithm, UnreadOptions
 from controller.training.pass_at_k import sampled_evaluation
 from controller.training.run import Run
 from rlhf.errors import ConfigError
-from settings.strict import validate
+from settings.strict import read_toml, validate
 
 MODEL_FILE = "config.json"
 """File by which a directory is a model directory."""
@@ -88,12 +89,23 @@ def _config(
             else validate(Config, with_settings(tables, settings), str(directory))
         )
     elif path:
-        config = load(path, (*settings, f"services.actor.model='{directory}'"))
+        tables = with_settings(read_toml(path), settings)
+        config = validate(Config, _with_model(tables, directory), str(path))
     else:
         raise ConfigError(f"{directory} is a model directory: --config has to say which services measure it")
     needed = {name: table for name, table in config.services.items() if table.role in MEASURING}
     update = {"services": needed, "checkpoint": CheckpointTable(), "tracking": TrackingTable()}
     return config.model_copy(update=update)
+
+
+def _with_model(tables: dict[str, Any], model: Path) -> dict[str, Any]:
+    """Sets the model of the services of role actor in the tables of a config, which may be invalid, and returns
+    them."""
+    services = tables.get("services")
+    for table in services.values() if isinstance(services, dict) else ():
+        if isinstance(table, dict) and table.get("role") == "actor":
+            table["model"] = str(model)
+    return tables
 
 
 def _actor(config: Config) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import shutil
 import tempfile
 import time
@@ -12,13 +11,12 @@ from pathlib import Path
 
 import tomli_w
 
-from client.session import Session
 from controller.checkpoints.resume_point import ResumePoint
 from controller.config.checkpoint import CheckpointTable
 from controller.config.config import Config
 from controller.config.tracking import TrackingTable
 from controller.launch import LaunchedServices
-from controller.opening import explained
+from controller.opening import explained, session_of
 from controller.plan import CONFIG_FILE
 from controller.role_groups.cluster import Cluster, Restoration, SavedState
 from rlhf.errors import ConfigError
@@ -64,7 +62,7 @@ def export(
     with contextlib.ExitStack() as opened:
         opened.enter_context(adopted(config.security.load()))
         opened.enter_context(explained(opened.enter_context(_launched(config)) if launch else None))
-        cluster = Cluster(config, _session(config, take_over=take_over))
+        cluster = Cluster(config, session_of(config.run, "export", time.time_ns(), take_over=take_over))
         opened.callback(cluster.close)
         restoration = Restoration(states, lambda held: states)
         cluster.connect(say, outputs={service: [target]}, restoration=restoration)
@@ -100,16 +98,3 @@ def _launched(config: Config) -> Iterator[LaunchedServices]:
     with LaunchedServices(config, path, logs) as launched:
         yield launched
     shutil.rmtree(logs, ignore_errors=True)
-
-
-def _session(config: Config, *, take_over: bool) -> Session:
-    table = config.run
-    return Session(
-        name=f"export-{secrets.token_hex(4)}",
-        started_unix_ns=time.time_ns(),
-        seed=table.seed,
-        timeout_s=table.call_timeout_s,
-        save_timeout_s=table.save_timeout_s,
-        balance=table.balance,
-        take_over=take_over,
-    )

@@ -17,6 +17,7 @@ from controller.checkpoints.saver import Checkpointer
 from controller.checkpoints.store import CheckpointStore
 from controller.checkpoints.termination import Termination
 from controller.config.config import Config
+from controller.config.run import RunTable
 from controller.data.draws import Limit, longest_prompt
 from controller.data.length_lines import prompts_left_out, responses_cut, responses_without_end
 from controller.epochs import steps_of_epochs
@@ -275,10 +276,15 @@ def explained(launched: LaunchedServices | None) -> Iterator[None]:
 
 
 def _session(plan: Plan, directory: RunDirectory, *, take_over: bool) -> Session:
-    table = plan.config.run
+    started_unix_ns = time.time_ns() if plan.resumes else plan.identity.started_unix_ns
+    return session_of(plan.config.run, directory.path.name, started_unix_ns, take_over=take_over)
+
+
+def session_of(table: RunTable, name: str, started_unix_ns: int, *, take_over: bool) -> Session:
+    """Returns a new session with the settings of `[run]`, whose name begins with `name`."""
     return Session(
-        name=f"{directory.path.name}-{secrets.token_hex(4)}",
-        started_unix_ns=time.time_ns() if plan.resumes else plan.identity.started_unix_ns,
+        name=f"{name}-{secrets.token_hex(4)}",
+        started_unix_ns=started_unix_ns,
         seed=table.seed,
         timeout_s=table.call_timeout_s,
         save_timeout_s=table.save_timeout_s,

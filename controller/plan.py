@@ -18,7 +18,8 @@ from controller.data.prompts import PromptData, TextData, load_data
 from controller.epochs import with_steps
 from controller.foresight import check_models, fetch_descriptions
 from controller.identity import Identity
-from controller.tracking.contents import RUN_FILE, SUMMARY_FILE, read_json
+from controller.tracking.contents import RUN_FILE, SUMMARY_FILE
+from controller.tracking.run_directory import read_json
 from controller.tracking.trackers import find_trackers
 from controller.training.algorithm import Algorithm
 from rlhf.errors import ConfigError

@@ -33,24 +33,13 @@ from deploy.state import Deployment
 from deploy.supervisor import Supervisor, service_names
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopt
-from settings.commands import USAGE_ERROR, address_given, set_option
+from settings.commands import Commands, address_given, set_option
 from settings.security import security_option
 
 READY = "ready"
 """The line on stdout that says that all services are healthy."""
 TABLE_WIDTH = 140
 """Characters of a line of the table of memory."""
-
-
-class _Commands(click.Group):
-    """Commands whose errors are one line, not a traceback."""
-
-    def invoke(self, ctx: click.Context) -> object:
-        try:
-            return super().invoke(ctx)
-        except RlhfError as error:
-            _say_error(error)
-            ctx.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
 
 
 _config_argument = click.argument("config", type=click.Path(path_type=Path))
@@ -62,7 +51,7 @@ _host_option = click.option(
 )
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="rlhf-cluster")
 @click.pass_context
 def main(ctx: click.Context) -> None:
@@ -386,7 +375,7 @@ def _up(launcher: LaunchOptions, config: Config, deployment: Deployment, only: t
             except RlhfError as error:
                 # Printed before the other services are stopped: calls between them fail from then on, and a controller
                 # reads the cause here.
-                _say_error(error)
+                _say(f"error: {error}")
                 sys.exit(1)
             if healthy and not ready:
                 ready = True
@@ -450,10 +439,6 @@ def _catch_signals() -> list[signal.Signals]:
 
 def _flags(settings: tuple[str, ...]) -> str:
     return shlex.join(part for setting in settings for part in ("--set", setting))
-
-
-def _say_error(error: RlhfError) -> None:
-    _say(f"error: {error}")
 
 
 def _say(line: str) -> None:

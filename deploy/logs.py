@@ -46,9 +46,16 @@ def explain_exit(ended: Mapping[int, int], ranks: int, log: Path, since: int = 0
 
 def evidence(log: Path, since: int = 0) -> str:
     """Returns the text `: LAST LINE (log: PATH)`, with the last line of the log that is not empty, cut to `_LINE_LIMIT`
-    characters; ` (log: PATH)` where the log has no such line after its first `since` bytes. Raises OSError where the
-    log cannot be read."""
+    characters; ` (log: PATH)` where the log has no such line after its first `since` bytes, or cannot be read."""
     return _evidence(_tail(log, since), log)
+
+
+def size_of(log: Path) -> int:
+    """Returns the size of a log in bytes; 0 where there is none."""
+    try:
+        return log.stat().st_size
+    except OSError:
+        return 0
 
 
 def read_lines(logs: Sequence[Path], follow: bool) -> Iterator[tuple[Path, str]]:
@@ -123,9 +130,12 @@ def _evidence(lines: list[str], log: Path) -> str:
 
 
 def _tail(log: Path, since: int) -> list[str]:
-    with log.open("rb") as file:
-        file.seek(max(since, log.stat().st_size - _TAIL_BYTES))
-        return [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    try:
+        with log.open("rb") as file:
+            file.seek(max(since, size_of(log) - _TAIL_BYTES))
+            return [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    except OSError:
+        return []
 
 
 def _how_it_ended(code: int, lines: list[str], log: Path) -> str:

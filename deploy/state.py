@@ -70,7 +70,8 @@ def claim(deployment: Deployment, grace_s: float) -> Iterator[None]:
             _check_log_directory(deployment, path)
             yield
         finally:
-            if not processes.find(deployment.id):
+            # Not a file that another deployment has made since this one's was removed.
+            if not processes.find(deployment.id) and _is_at(file, path):
                 path.unlink()
 
 
@@ -229,7 +230,8 @@ def _try_lock(file: TextIO, kind: int) -> bool:
 
 
 def _is_at(file: TextIO, path: Path) -> bool:
-    """Whether the open file is still the one at its path: its last holder may have removed it meanwhile."""
+    """Whether the open file is still the one at its path: its last holder, or what cleans up the directory, may have
+    removed it meanwhile."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

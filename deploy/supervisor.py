@@ -16,7 +16,7 @@ from deploy.ending import never
 from deploy.health import Probe
 from deploy.hosts import HostPlan, check_stores, store_address, store_listens_on
 from deploy.launch import Job, LaunchOptions, environment
-from deploy.logs import evidence, explain_exit
+from deploy.logs import evidence, explain_exit, size_of
 from deploy.peers import PeerWatch
 from deploy.service import StartedService
 from deploy.state import Deployment
@@ -155,7 +155,7 @@ class Supervisor:
         service.rendezvous.close()
         service.rendezvous, service.restart = LocalRendezvous(), None
         service.processes.clear()
-        service.log_bytes = service.log.stat().st_size
+        service.log_bytes = size_of(service.log)
         service.started = time.monotonic()
         self._start_ranks(service, again=True)
 

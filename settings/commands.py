@@ -53,6 +53,14 @@ def errors_shown() -> Iterator[None]:
         sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else 1)
 
 
+class Commands(click.Group):
+    """Commands whose errors are one line, as `errors_shown` prints it, and no traceback."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        with errors_shown():
+            return super().invoke(ctx)
+
+
 def write_file(path: Path, text: str) -> None:
     """Writes a text to a file that the user has named, in directories that are made if they are missing. Raises
     ConfigError if it cannot be written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from settings.strict import Positive, Seconds, Strict
 
@@ -117,6 +117,12 @@ class JudgeTable(EndpointTable):
                 f"{pattern!r} has {groups} groups; exactly one is allowed, which matches the score"
             )
         return pattern
+
+    @model_validator(mode="after")
+    def _check_range(self) -> JudgeTable:
+        if self.lowest >= self.highest:
+            raise ValueError(f"lowest, {self.lowest:g}, must be below highest, {self.highest:g}")
+        return self
 
 
 class HttpTable(EndpointTable):

@@ -48,7 +48,7 @@ class Chat:
 
     def render(self, messages: Messages) -> str:
         """Renders a conversation up to the response, as transformers' `apply_chat_template` does with
-        `add_generation_prompt=True`. A BOS token at its begin is removed where the tokenizer adds one itself.
+        `add_generation_prompt=True`. A BOS token at its start is removed where the tokenizer adds one itself.
 
         Raises:
             NoTemplate: The model has no chat template.
@@ -80,13 +80,11 @@ class Chat:
         return rest
 
     def _rendered(self, messages: Messages, *, is_open: bool = True) -> str:
-        jinja2 = required("jinja2", "chat templates")
+        template = self._template
         variables = {"tools": None, "documents": None, **self._special, **self._options}
         try:
-            return self._template.render(
-                {**variables, "messages": messages, "add_generation_prompt": is_open}
-            )
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            return template.render({**variables, "messages": messages, "add_generation_prompt": is_open})
+        except Exception as error:  # noqa: BLE001 - a template calls methods of texts and lists, which raise anything
             raise ConfigError(f"the chat template of {self._directory} refuses it: {error}") from None
 
     def count(self, texts: Sequence[str]) -> list[int]:

@@ -35,7 +35,7 @@ from controller.simulation.report import steps_table, timeline_lines
 from controller.simulation.report import summary as simulation_summary
 from controller.simulation.run import simulate_run
 from rlhf.errors import ConfigError
-from settings.commands import errors_shown, set_option, write_file
+from settings.commands import Commands, set_option, write_file
 from settings.strict import read_toml
 
 NOTHING_FITS = 1
@@ -113,7 +113,7 @@ def _options(*options: Decorator) -> Decorator:
     return add
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="rlhf-cluster")
 def main() -> None:
     """Find the fastest placement of the models of a config: which of them share devices, how many devices each has, and
@@ -142,24 +142,23 @@ def find(output: Path | None, timeline: Path | None, **given: Any) -> None:
 
     Chooses pools and meshes for its rows and algorithm.
     """
-    with errors_shown():
-        request = _request(**given)
-        problem = request.problem
-        plan = find_plan(problem)
-        if plan is None:
-            raise _DoesNotFit(why_nothing_fits(problem))
-        console = _console()
-        console.print(plan_table(problem, plan))
-        click.echo(summary(problem, plan))
-        for name, why in request.configured.left_out.items():
-            click.echo(f"{name} is not placed: {why}")
-        others = {"found": plan, **named_plans(problem)}
-        console.print(placements_table(problem, others))
-        if output is not None:
-            tables = with_settings(read_toml(given["config_path"]), given["settings"])
-            _write(output, tomli_w.dumps(planned_config(tables, problem, plan)[0]))
-        if timeline is not None:
-            _write(timeline, timeline_page(problem, plan))
+    request = _request(**given)
+    problem = request.problem
+    plan = find_plan(problem)
+    if plan is None:
+        raise _DoesNotFit(why_nothing_fits(problem))
+    console = _console()
+    console.print(plan_table(problem, plan))
+    click.echo(summary(problem, plan))
+    for name, why in request.configured.left_out.items():
+        click.echo(f"{name} is not placed: {why}")
+    others = {"found": plan, **named_plans(problem)}
+    console.print(placements_table(problem, others))
+    if output is not None:
+        tables = with_settings(read_toml(given["config_path"]), given["settings"])
+        _write(output, tomli_w.dumps(planned_config(tables, problem, plan)[0]))
+    if timeline is not None:
+        _write(timeline, timeline_page(problem, plan))
 
 
 @main.command()
@@ -169,23 +168,22 @@ def explain(**given: Any) -> None:
 
     Or what of it does not fit. All services are on devices of the first kind.
     """
-    with errors_shown():
-        request = _request(**given)
-        problem = request.problem
-        described = replace(problem, models=request.configured.models)
-        plan = described_plan(request.config, described, problem.devices[0])
-        _console().print(plan_table(described, plan))
-        click.echo(summary(problem, plan))
-        best = find_plan(problem)
-        lacking = misfits(described, plan)
-        for line in lacking:
-            click.echo(f"does not fit: {line}")
-        if best is None:
-            raise _DoesNotFit(why_nothing_fits(problem))
-        for line in comparison(described, plan, best):
-            click.echo(line)
-        if lacking:
-            raise _DoesNotFit(["the plan does not fit; rlhf-map find has one that does"])
+    request = _request(**given)
+    problem = request.problem
+    described = replace(problem, models=request.configured.models)
+    plan = described_plan(request.config, described, problem.devices[0])
+    _console().print(plan_table(described, plan))
+    click.echo(summary(problem, plan))
+    best = find_plan(problem)
+    lacking = misfits(described, plan)
+    for line in lacking:
+        click.echo(f"does not fit: {line}")
+    if best is None:
+        raise _DoesNotFit(why_nothing_fits(problem))
+    for line in comparison(described, plan, best):
+        click.echo(line)
+    if lacking:
+        raise _DoesNotFit(["the plan does not fit; rlhf-map find has one that does"])
 
 
 @main.command()
@@ -222,28 +220,27 @@ def simulate(
     Services are placed as CONFIG says. Prints the timeline of the last steps. The seed is run.seed; overlap is as
     run.ahead says.
     """
-    with errors_shown():
-        if (kind is None) == (times is None):
-            raise ConfigError("give either --devices KIND:COUNT or --times RUN_DIR")
-        algorithm = algorithms.find_algorithm(given["algo"])
-        config = algorithm.configure(load(given["config_path"], given["settings"]))
-        workload = _workload(config, given["prompts"], given["responses"])
-        if times is not None:
-            durations = measured(times, [*config.services, *config.also_served])
-        else:
-            more = read_devices(given["table"]) if given["table"] else {}
-            group = device_group(kind or "", given["per_machine"], more)
-            models = models_of(config, record_dataflow(algorithm, config)).models
-            described = described_calls(config, Problem(models, workload, (group,)), group)
-            durations = Durations(CallTimes(described))
-        durations = replace(durations, spread=spread, seed=config.run.seed)
-        trace = simulate_run(
-            config, algorithm, durations, workload.prompts.shares, workload.responses.shares, steps
-        )
-        for line in timeline_lines(trace, show):
-            click.echo(line)
-        _console().print(steps_table(trace))
-        click.echo(simulation_summary(trace))
+    if (kind is None) == (times is None):
+        raise ConfigError("give either --devices KIND:COUNT or --times RUN_DIR")
+    algorithm = algorithms.find_algorithm(given["algo"])
+    config = algorithm.configure(load(given["config_path"], given["settings"]))
+    workload = _workload(config, given["prompts"], given["responses"])
+    if times is not None:
+        durations = measured(times, [*config.services, *config.also_served])
+    else:
+        more = read_devices(given["table"]) if given["table"] else {}
+        group = device_group(kind or "", given["per_machine"], more)
+        models = models_of(config, record_dataflow(algorithm, config)).models
+        described = described_calls(config, Problem(models, workload, (group,)), group)
+        durations = Durations(CallTimes(described))
+    durations = replace(durations, spread=spread, seed=config.run.seed)
+    trace = simulate_run(
+        config, algorithm, durations, workload.prompts.shares, workload.responses.shares, steps
+    )
+    for line in timeline_lines(trace, show):
+        click.echo(line)
+    _console().print(steps_table(trace))
+    click.echo(simulation_summary(trace))
 
 
 @main.command()
@@ -261,17 +258,16 @@ def probe(kind: str, launch: bool, output: Path | None, **given: Any) -> None:
     The services are those of CONFIG, and the constants those of their devices. Begins a session of its own: refused
     while a run is using the services.
     """
-    with errors_shown():
-        algorithm = algorithms.find_algorithm(given["algo"])
-        config = load(given["config_path"], given["settings"])
-        more = read_devices(given["table"]) if given["table"] else {}
-        group = device_group(kind, given["per_machine"], more)
-        probed = probe_services(config, algorithm, group, launch=launch)
-        _console().print(probe_table(probed))
-        for line in probe_lines(probed):
-            click.echo(line)
-        if output is not None:
-            _write(output, probed.text)
+    algorithm = algorithms.find_algorithm(given["algo"])
+    config = load(given["config_path"], given["settings"])
+    more = read_devices(given["table"]) if given["table"] else {}
+    group = device_group(kind, given["per_machine"], more)
+    probed = probe_services(config, algorithm, group, launch=launch)
+    _console().print(probe_table(probed))
+    for line in probe_lines(probed):
+        click.echo(line)
+    if output is not None:
+        _write(output, probed.text)
 
 
 @main.command()
@@ -280,11 +276,10 @@ def probe(kind: str, launch: bool, output: Path | None, **given: Any) -> None:
 )
 def devices(table: Path | None) -> None:
     """List the known devices and their rates."""
-    with errors_shown():
-        for name, each in {**built_in_devices(), **(read_devices(table) if table else {})}.items():
-            rates = each.model_dump(exclude={"tflops"})
-            peak = ", ".join(f"{rate:g} TFLOPS {dtype}" for dtype, rate in each.tflops.items())
-            click.echo(f"{name}: {peak}, " + ", ".join(f"{key} {value:g}" for key, value in rates.items()))
+    for name, each in {**built_in_devices(), **(read_devices(table) if table else {})}.items():
+        rates = each.model_dump(exclude={"tflops"})
+        peak = ", ".join(f"{rate:g} TFLOPS {dtype}" for dtype, rate in each.tflops.items())
+        click.echo(f"{name}: {peak}, " + ", ".join(f"{key} {value:g}" for key, value in rates.items()))
 
 
 def _request(

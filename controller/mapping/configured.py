@@ -15,6 +15,7 @@ from controller.mapping.search import MappedPlan, Pool
 from controller.mapping.simulate import Site, rows_together
 from controller.mapping.workload import Workload
 from rlhf.errors import ConfigError
+from settings.memory.generation import cache_bytes_per_token
 from settings.memory.services import NotPredicted, service_use
 from settings.memory.use import ModelUse
 from settings.reward import RewardTable
@@ -148,9 +149,9 @@ def _together(model: Model, workload: Workload) -> int:
 
 def _tokens_of_cache(use: ModelUse) -> int:
     """Returns the tokens that the KV cache of a replica of vLLM has room for."""
-    rollout, shape = use.rollout, use.shape
+    rollout = use.rollout
     assert rollout is not None, "only actors generate"
-    return rollout.cache_bytes // (2 * shape.layers * (shape.key // rollout.tensor) * use.itemsize)
+    return rollout.cache_bytes // cache_bytes_per_token(use.shape, rollout.tensor, use.itemsize)
 
 
 def _sharing(config: Config, models: Sequence[Model]) -> list[tuple[list[int], int]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
@@ -21,7 +22,7 @@ CPU = "CPU"
 class DeviceTable(Strict):
     """One kind of device, as `devices.toml` describes it."""
 
-    tflops: dict[str, float]
+    tflops: dict[str, Annotated[float, Field(gt=0)]]
     """Peak rate of dense matrix products by type, bfloat16 and float32, in 10^12 operations per second."""
     efficiency: float = Field(gt=0, le=1)
     """Share of the peak rate in training and forward passes."""
@@ -79,7 +80,10 @@ class DeviceGroup:
         return int(self.table.memory_gb * GB)
 
     def flops(self, dtype: str) -> float:
-        """Returns the operations per second that matrix products of a type reach."""
+        """Returns the operations per second that matrix products of a type reach. Raises ConfigError where the table
+        of the devices lacks the type."""
+        if dtype not in self.table.tflops:
+            raise ConfigError(f"devices {self.name}: tflops has no rate for {dtype}")
         return self.table.tflops[dtype] * 1e12 * self.table.efficiency
 
     @property

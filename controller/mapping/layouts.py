@@ -26,7 +26,7 @@ from controller.mapping.simulate import (
 )
 from controller.mapping.work import column_bytes
 from controller.mapping.workload import Workload
-from settings.memory.generation import cache_bytes, decoding_bytes
+from settings.memory.generation import cache_bytes, cache_bytes_per_token, decoding_bytes
 from settings.memory.predict import generation_parts, idle_parts, predict_rank
 from settings.memory.use import ModelUse, RolloutUse, RowSizes
 from settings.meshes import Sizes
@@ -233,10 +233,10 @@ def service_times(model: Model, use: ModelUse, site: Site, workload: Workload, t
 
 def cache_of(use: ModelUse, tokens: int) -> int:
     """Returns the bytes of a rank's KV cache of `tokens` tokens, rounded up to MiB."""
-    rollout, shape = use.rollout, use.shape
+    rollout = use.rollout
     assert rollout is not None, "it generates"
-    per_token = 2 * shape.layers // rollout.pipeline * (shape.key // rollout.tensor)
-    return -(-tokens * per_token * use.itemsize // MIB) * MIB
+    per_token = cache_bytes_per_token(use.shape, rollout.tensor, use.itemsize) // rollout.pipeline
+    return -(-tokens * per_token // MIB) * MIB
 
 
 def call_times(model: Model, use: ModelUse, site: Site, workload: Workload, together: int) -> list[float]:

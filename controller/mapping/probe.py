@@ -11,6 +11,7 @@ from rich.table import Table
 
 from controller.config.checkpoint import CheckpointTable
 from controller.config.config import Config
+from controller.config.tracking import TrackingTable
 from controller.job import open_run
 from controller.mapping.calibrate import Calibration, ProbedCall, calibrate, table_text
 from controller.mapping.configured import ConfiguredModels, models_of
@@ -123,7 +124,7 @@ def probe_lines(probed: Probed) -> Iterator[str]:
 
 def _probe_config(config: Config, repeats: int) -> Config:
     """Returns the config of a run that times calls: as many steps as calls are repeated, one after another, without
-    evaluations, samples and checkpoints."""
+    evaluations, samples, checkpoints and trackers."""
     run = {
         "name": "probe",
         "steps": 1 + repeats,
@@ -138,6 +139,7 @@ def _probe_config(config: Config, repeats: int) -> Config:
             "run": config.run.model_copy(update=run),
             "rollout": config.rollout.model_copy(update={"segments": 1, "chunks": 1}),
             "checkpoint": CheckpointTable(),
+            "tracking": TrackingTable(),
         }
     )
 

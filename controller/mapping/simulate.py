@@ -9,14 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from controller.mapping.devices import GB, DeviceGroup
-from controller.mapping.work import (
-    cache_numbers,
-    decoded_weights,
-    forward_flops,
-    kernels,
-    row_means,
-)
+from controller.mapping.work import decoded_weights, forward_flops, kernels, row_means
 from controller.mapping.workload import Workload
+from settings.memory.generation import cache_bytes_per_token
 from settings.memory.shards import adapter_weights
 from settings.memory.use import FLOAT32, ModelUse
 
@@ -233,7 +228,7 @@ def _wave_s(use: ModelUse, site: Site, rows: int, workload: Workload) -> float:
     pairs = sum(share * tokens * (tokens + 1) / 2 for tokens, share in workload.prompts.shares)
     prefill = forward_flops(shape, rows * prompt, rows * pairs, rows) / rollout.tensor / rate
     prefill += _layers_s(use, site, rows * prompt)
-    per_position = cache_numbers(shape) * use.itemsize / parts
+    per_position = cache_bytes_per_token(shape, 1, use.itemsize) / parts
     flops = 2 * decoded_weights(shape, 1) / parts
     total = prefill
     for first, last, share in workload.responses.segments():

@@ -66,11 +66,6 @@ def kernels(shape: ModelShape) -> int:
     return shape.layers * KERNELS_PER_LAYER + sparse * KERNELS_OF_EXPERTS
 
 
-def cache_numbers(shape: ModelShape) -> int:
-    """Returns the numbers of a token's keys and values in all layers."""
-    return 2 * shape.layers * shape.key
-
-
 def column_bytes(name: str, workload: Workload) -> float:
     """Returns the mean bytes per row of a column: ids, one number per row, or one per response token. Texts take
     four bytes per token."""

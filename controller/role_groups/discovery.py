@@ -47,7 +47,7 @@ class Discovery:
         """
         timeout_s = self._config.run.connect_timeout_s
         deadline = time.monotonic() + timeout_s
-        finds = {name: asyncio.create_task(self._find(name, deadline)) for name in self._config.services}
+        finds = {name: asyncio.create_task(self.find(name, deadline)) for name in self._config.services}
         missing, told = set(finds), set[str]()
         try:
             while missing:
@@ -73,8 +73,9 @@ class Discovery:
             )
         return {name: find.result() for name, find in finds.items()}
 
-    async def find_again(self, name: str, deadline: float, ended: int = 0) -> worker_pb2.DescribeResponse:
-        """Waits until one service responds to Describe that was lost, and returns its description.
+    async def find(self, name: str, deadline: float, ended: int = 0) -> worker_pb2.DescribeResponse:
+        """Waits until a service responds to Describe, checks its role, ranks and limits against the config, and returns
+        its description.
 
         Args:
             name: Name of the service.
@@ -85,15 +86,6 @@ class Discovery:
             ServiceLost: The service does not respond until `deadline`.
             ConfigError: The service is not the one that the config describes.
         """
-        return await self._find(name, deadline, ended)
-
-    def _named(self, name: str) -> str:
-        return f"services.{name} ({self._config.services[name].address})"
-
-    async def _find(self, name: str, deadline: float, ended: int = 0) -> worker_pb2.DescribeResponse:
-        """Waits for the description of a service, checks role, ranks and limits against the config, and returns it.
-        Raises ConfigError where they differ, and ServiceLost at `deadline`, in seconds of `time.monotonic`. `ended`: as
-        of `find_again`."""
         table = self._config.services[name]
         description = await self._describe(name, deadline, ended)
         if description.role != find_role(table.role).name:
@@ -120,10 +112,13 @@ class Discovery:
         description.role = table.role
         return description
 
+    def _named(self, name: str) -> str:
+        return f"services.{name} ({self._config.services[name].address})"
+
     async def _describe(self, name: str, deadline: float, ended: int) -> worker_pb2.DescribeResponse:
         """Calls Describe on rank 0 of a service until it responds, and returns the response. A reward server without
         this method, or that tells no ranks, gets the description that `_foreign_reward` makes. `ended`: as of
-        `find_again`. Raises ServiceLost at `deadline`, and ConfigError where the address is that of no service of this
+        `find`. Raises ServiceLost at `deadline`, and ConfigError where the address is that of no service of this
         cluster."""
         table = self._config.services[name]
         client = RankClient(name, 0, table.address)

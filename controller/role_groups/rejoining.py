@@ -93,7 +93,7 @@ async def find_again(
         ConfigError: It is not the service of the config, or its results would not be those of the service before.
     """
     group = groups[name]
-    description = await Discovery(config, lambda line: None).find_again(name, deadline, ended)
+    description = await Discovery(config, lambda line: None).find(name, deadline, ended)
     before = {other: each.description for other, each in groups.items()}
     services = before | {name: description}
     # It may have been started with what the service before has chosen for "auto".

@@ -3,7 +3,7 @@ a score, a score per response token, or an error."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -140,13 +140,23 @@ def all_scored(rewards: Column, errors: Column, service: str) -> Column:
         RewardFailed: Rows could not be scored; the text has their number and the cause of the first.
     """
     assert isinstance(errors, LocalColumn), "verdicts are in the response itself"
-    failed = [(row, cause) for row, cause in enumerate(errors.texts) if cause]
-    if failed:
-        row, cause = failed[0]
-        raise RewardFailed(
-            f"{service}: {len(failed)} of {len(errors.texts)} rows could not be scored; row {row}: {cause}"
-        )
+    causes = {row: cause for row, cause in enumerate(errors.texts) if cause}
+    if causes:
+        raise not_scored(service, causes, len(errors.texts))
     return rewards
+
+
+def not_scored(name: str, causes: Mapping[int, str], rows: int) -> RewardFailed:
+    """Returns, and does not raise, the error of a reward that could not score some of `rows` rows, with their number
+    and the cause of the first.
+
+    Args:
+        name: Name of the reward.
+        causes: Why a row could not be scored, by the index of the row; at least one.
+        rows: Number of rows.
+    """
+    row, cause = next(iter(causes.items()))
+    return RewardFailed(f"{name}: {len(causes)} of {rows} rows could not be scored; row {row}: {cause}")
 
 
 def first_causes(columns: Sequence[Column]) -> Column:

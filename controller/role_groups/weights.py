@@ -8,11 +8,12 @@ import uuid
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from client.fanout import blame
 from client.session import StepContext
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.group import LATE_S, RoleGroup
 from controller.role_groups.joint_calls import SYNC, JointPlaces
-from rlhf.errors import CallCancelled, PeerFailed, ServiceLost
+from rlhf.errors import CallCancelled
 from rlhf.v1 import weights_pb2
 
 T = TypeVar("T")
@@ -168,8 +169,8 @@ def _summary(
 
 async def run_together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs calls concurrently and returns their results in order. If a call fails, the other calls have SETTLE_S to end
-    and are then cancelled. Raises the error of a lost rank, or else the first error that does not follow from another;
-    CallCancelled if all calls that did not succeed were cancelled by the caller."""
+    and are then cancelled. Raises the error with the lowest `blame`; CallCancelled if all calls that did not succeed
+    were cancelled by the caller."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -181,13 +182,7 @@ async def run_together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
     errors = [error for task in tasks if not task.cancelled() and (error := task.exception())]
     if errors:
-        raise min(errors, key=_blame)
+        raise min(errors, key=blame)
     if any(task.cancelled() for task in tasks):
         raise CallCancelled("a call of the transfer of weights was cancelled")
     return [task.result() for task in tasks]
-
-
-def _blame(error: BaseException) -> int:
-    if isinstance(error, ServiceLost):
-        return 0
-    return 2 if isinstance(error, PeerFailed | CallCancelled) else 1

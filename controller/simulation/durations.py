@@ -48,7 +48,7 @@ class Durations:
 
     Attributes:
         calls: Seconds of each call. Calls of other methods take `LEAST_S`.
-        pauses: Seconds from the end of another call, on which a call can begin, to its begin: the work of the
+        pauses: Seconds from the end of another call, on which a call can begin, to its start: the work of the
             controller. Calls of other methods begin at once.
         spread: Standard deviation of the logarithm of a rank's share: each rank takes exp(spread * z) times as long,
             where z is normal and depends on the seed, the call and the rank alone.
@@ -80,7 +80,7 @@ class Durations:
 
 @dataclass(frozen=True, order=True)
 class TimedCall:
-    """A call of a timeline, or one of several chunks of its rows, by number. Times are in seconds since its begin."""
+    """A call of a timeline, or one of several chunks of its rows, by number. Times are in seconds since its start."""
 
     start: float
     end: float
@@ -91,7 +91,7 @@ class TimedCall:
 
 
 def measured(run_dir: Path, services: Sequence[str]) -> Durations:
-    """Returns the durations that the timeline of a run has, from the begin of a call on its first rank to the response
+    """Returns the durations that the timeline of a run has, from the start of a call on its first rank to the response
     of its last, and the pauses before calls: from the last end of another call. A step that was not measured gets the
     median of the others but the first.
 
@@ -146,7 +146,7 @@ def _call_times(times: Iterable[tuple[TimedCall, float]]) -> CallTimes:
 
 
 def timed_calls(run_dir: Path) -> list[TimedCall]:
-    """Returns the calls of the timeline of a run, in the order of their begin. Raises ConfigError where it has
+    """Returns the calls of the timeline of a run, in the order in which they began. Raises ConfigError where it has
     none."""
     found = []
     try:

@@ -15,7 +15,7 @@ NAME_WIDTH, LEAST_BARS = 34, 30
 
 
 def timeline_lines(trace: Trace, steps: int) -> Iterator[str]:
-    """Yields a line for each call of the last `steps` steps, as wide as the terminal, with a bar from its begin to its
+    """Yields a line for each call of the last `steps` steps, as wide as the terminal, with a bar from its start to its
     end."""
     shown = [each for each in trace.calls if each.step > len(trace.metrics) - steps]
     if not shown:

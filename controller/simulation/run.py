@@ -51,7 +51,7 @@ class Trace:
     """A simulated run.
 
     Attributes:
-        calls: Its calls, in the order of their steps; times are in virtual seconds since the begin of the first step.
+        calls: Its calls, in the order of their steps; times are in virtual seconds since the start of the first step.
         metrics: Metrics of each step, in order.
         straggling: Seconds between the mean rank's end and the last rank's, summed over the calls of each step.
         controller_s: CPU time of the controller in all steps, in seconds of this host.

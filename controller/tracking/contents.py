@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,7 +10,8 @@ from typing import Any
 
 from controller.tracking.figures import Figures
 from controller.tracking.metrics import METRICS_FILE
-from rlhf.errors import ConfigError, RlhfError
+from controller.tracking.run_directory import read_json
+from rlhf.errors import ConfigError
 
 CONFIG_FILES = ("config.toml", "config.json")
 SUMMARY_FILE = "summary.json"
@@ -71,13 +71,3 @@ class RunContents:
 def time_text(unix_s: float) -> str:
     """Returns a Unix time, in seconds, as text, for example 2026-01-01 12:00:00 UTC."""
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file; empty where it is missing. Raises RlhfError where it is no JSON."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except json.JSONDecodeError as error:
-        raise RlhfError(f"{path}: not JSON: {error}") from None

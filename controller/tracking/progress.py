@@ -52,7 +52,6 @@ class Progress:
     def __init__(
         self,
         console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
         *,
         is_live: bool = True,
         has_steps: bool = True,
@@ -60,16 +59,15 @@ class Progress:
         """
         Args:
             console: Console to write to. Default: standard output.
-            clock: Function that returns a time in seconds, which the remaining time is estimated from.
             is_live: Whether to show a live display on a terminal. False: plain lines there too.
             has_steps: Whether the number of the step is shown. False: for an evaluation, which has no steps.
         """
         # By default, rich takes a pipe with FORCE_COLOR for a terminal, and writes HTML to a notebook.
         self._console = console or Console(force_terminal=sys.stdout.isatty(), force_jupyter=False)
-        self._clock, self._has_steps = clock, has_steps
+        self._has_steps = has_steps
         self._lock = threading.Lock()
         self._status = Status()
-        self._began_s = clock()
+        self._began_s = time.monotonic()
         self._live: Live | None = None
         if is_live and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
@@ -91,7 +89,7 @@ class Progress:
         with self._lock:
             self._status.total_steps = total_steps if self._has_steps else 0
             self._status.step = self._status.first_step = done
-            self._began_s = self._clock()
+            self._began_s = time.monotonic()
 
     def stage(self, running: Mapping[str, str]) -> None:
         """Sets the progress of the running calls, "done/total" or empty where it is unknown, by "service.method"."""
@@ -125,7 +123,7 @@ class Progress:
 
     def _render(self) -> RenderableType:
         with self._lock:
-            self._status.elapsed_s = self._clock() - self._began_s
+            self._status.elapsed_s = time.monotonic() - self._began_s
             return display(self._status)
 
 

@@ -36,7 +36,7 @@ class MetricsEndpoint(Observer):
         host, port: Address that it listens on.
 
     Raises:
-        ConfigError: The address is in use, or is none of this host.
+        ConfigError: The address is in use, is none of this host, or is no address.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -57,15 +57,16 @@ class MetricsEndpoint(Observer):
         )
         self._calls = client.Summary(
             "rlhf_call_seconds",
-            "Duration of calls in steps that have ended, from the first rank's begin to the last rank's response.",
+            "Duration of calls in steps that have ended, from the first rank's start to the last rank's response.",
             ["service", "method"],
             registry=self._registry,
         )
         client.ProcessCollector(registry=self._registry)
         try:
             self._server = _server_at(host, port, client.make_wsgi_app(self._registry))
-        except OSError as error:
-            raise ConfigError(f"tracking.prometheus_port: {host}:{port}: {error.strerror or error}") from None
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"tracking.prometheus_port: {host}:{port}: {reason}") from None
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
         self._thread.start()
 

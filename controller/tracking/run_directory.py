@@ -211,6 +211,15 @@ def json_text(obj: Any, indent: int | None = None) -> str:
     return json.dumps(_finite(obj), indent=indent, allow_nan=False, default=str)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object of a JSON file; an empty one where the file is missing. Raises RlhfError where it is not a
+    JSON object."""
+    try:
+        return _json_object(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    except FileNotFoundError:
+        return {}
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a JSON Lines file, or nothing where the file is missing.
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from controller.tracking.contents import read_json
 from controller.tracking.metrics import Sample, each_sample, each_step
 from controller.tracking.observer import Observer
-from controller.tracking.run_directory import RunDirectory
+from controller.tracking.run_directory import RunDirectory, read_json
 from controller.tracking.tracker import END_S, Status, TrackedRun, Tracker, without_credentials
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.plugins import PluginError, find_plugin, load_class

@@ -36,7 +36,7 @@ class OpenStep:
     Attributes:
         step: The step.
         gate: Holds back its calls to services that learn; None if steps do not overlap.
-        started_s: Unix time of its begin, in seconds.
+        started_s: Unix time of its start, in seconds.
         feed: Position in the data after its last prompt, as JSON values; empty before the next step begins.
         kept: Future of the algorithm's state after the step; None if steps do not overlap.
         left_out: Metrics with the number of rows left out up to its last prompt.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from controller.role_groups.dataflow import CallRecord, FutureBatch
-from controller.role_groups.verdicts import MIXED
+from controller.role_groups.verdicts import MIXED, not_scored
 from nccl_transfer.refs.batch import Column, LocalColumn
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import RewardFailed
@@ -63,12 +63,8 @@ class Settled:
         return Settled(verdicts, causes, self.calls, parts)
 
     def error(self, name: str) -> RewardFailed:
-        """Returns, and does not raise, the error of reward `name`: its text has the number of failed rows and the cause
-        of the first. There must be a failed row."""
-        row, cause = next(iter(self.causes.items()))
-        return RewardFailed(
-            f"{name}: {len(self.causes)} of {len(self.verdicts)} rows could not be scored; row {row}: {cause}"
-        )
+        """Returns, and does not raise, the error of reward `name`; see `not_scored`. There must be a failed row."""
+        return not_scored(name, self.causes, len(self.verdicts))
 
 
 def rows_to_keep(failed: np.ndarray, group: np.ndarray) -> np.ndarray:

@@ -45,6 +45,8 @@ def check_host(host: str) -> None:
         raise ValueError(f"{host!r} is not a host alone; it has no port, and an IPv6 address is in brackets")
     elif not re.fullmatch(r"[\w.-]+", host):
         raise ValueError(f"{host!r} is no host: neither a name nor an address")
+    elif not _can_be_looked_up(host):
+        raise ValueError(f"{host!r} is no host: a part between dots is empty or has more than 63 characters")
     elif host.lower() in TARGET_KINDS:
         raise ValueError(f"{host!r} is no host: gRPC takes it for the kind of an address")
 
@@ -124,3 +126,12 @@ def probe(address: str) -> None:
             # As in the server: a port with connections in TIME_WAIT is free.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(target)
+
+
+def _can_be_looked_up(name: str) -> bool:
+    """Returns whether the `socket` module, which encodes names in this way, can look a name up, known or not."""
+    try:
+        name.encode("idna")
+    except UnicodeError:
+        return False
+    return True

@@ -24,6 +24,7 @@ RlhfError                      INTERNAL             any failure that no class be
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "rlhf-cluster"
@@ -237,7 +239,8 @@ def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
     details = _Details()
     for key, value in call.trailing_metadata() or ():
         if key == STATUS_KEY:
-            details = _Details.of(status_pb2.Status.FromString(value))
+            with contextlib.suppress(DecodeError):  # of a server that is not ours
+                details = _Details.of(status_pb2.Status.FromString(value))
     if code is grpc.StatusCode.UNAVAILABLE and not details.reason:
         message = f"cannot be reached or died: {message}"
     return _error(code, details, f"{where}: {message}")

@@ -421,6 +421,20 @@ def test_a_reward_that_dies_is_started_again_each_time_and_the_others_go_on(host
     assert is_gone(two)
 
 
+def test_a_reward_whose_log_was_removed_is_started_again_with_a_new_one(host: Host) -> None:
+    host.write_config(restarts=1)
+    supervisor = host.up()
+    one, _ = host.services(supervisor)
+    log = host.logs / "one.log"
+    log.unlink()
+    one.kill()
+    assert line_of(supervisor, "lost: ") == f"lost: service one: was killed by SIGKILL (log: {log})\n"
+    assert line_of(supervisor, "one: healthy")
+    assert log.is_file()
+    supervisor.terminate()
+    assert end_of(supervisor)[0] == 0
+
+
 def line_of(process: subprocess.Popen[str], start: str) -> str:
     """The next line on stderr that begins with a text."""
     assert process.stderr is not None

@@ -21,7 +21,7 @@ def test_hosts_are_names_and_addresses(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["", "*", "::1", "[::1", "[127.0.0.1]", "node:1", "[::1]:1", "a b", "unix", "Unix"]
+    "host", ["", "*", "::1", "[::1", "[127.0.0.1]", "node:1", "[::1]:1", "a b", "unix", "Unix", "a..b"]
 )
 def test_other_texts_are_none(host: str) -> None:
     with pytest.raises(ValueError, match=r"host|IPv6"):

@@ -125,3 +125,17 @@ def test_a_run_that_ended_early_has_a_report(tmp_path: Path) -> None:
     done = CliRunner().invoke(controller, ["--report", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.parametrize("name", ["rlhf-deploy status", "rlhf-deploy check", "rlhf-map explain"])
+def test_ctrl_c_ends_a_command_with_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, command = name.split()
+
+    def interrupted(*parts: object) -> None:
+        raise KeyboardInterrupt
+
+    for module in ("deploy.cli", "controller.mapping.cli"):
+        monkeypatch.setattr(f"{module}.load", interrupted)
+    devices = ["--devices", "CPU:2"] if program == "rlhf-map" else []
+    result = CliRunner().invoke(PROGRAMS[program], [command, str(QUICKSTART), *devices])
+    assert (result.exit_code, result.output) == (130, "stopped by SIGINT\n")

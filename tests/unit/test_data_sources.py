@@ -320,10 +320,16 @@ def test_templates_can_touch_nothing(template: str, tokenizer_directory: Path) -
         Chat(tokenizer_directory).render([{"role": "user", "content": "x"}])
 
 
-def test_a_template_that_refuses_is_named_with_the_row(tmp_path: Path, tokenizer_directory: Path) -> None:
-    (tokenizer_directory / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [("{{ raise_exception('no system') }}", "no system"), ("{{ 'a'.split('') }}", "empty separator")],
+)
+def test_a_template_that_refuses_is_named_with_the_row(
+    template: str, why: str, tmp_path: Path, tokenizer_directory: Path
+) -> None:
+    (tokenizer_directory / "chat_template.jinja").write_text(template)
     path = write_jsonl(tmp_path / "a.jsonl", [VERL])
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1: prompt: .*refuses it: no system"):
+    with pytest.raises(ConfigError, match=rf"a\.jsonl:1: prompt: .*refuses it: {why}"):
         load_data(config(train=path, heldout=path, tokenizer=tokenizer_directory))
 
 

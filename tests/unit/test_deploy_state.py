@@ -3,6 +3,7 @@ user's alone."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -74,3 +75,23 @@ def test_a_directory_of_another_user_is_refused_with_the_owner(
     monkeypatch.setattr(Path, "lstat", lstat)
     with pytest.raises(Refused, match=rf"{directory} \(owner: uid {owner}\) belongs to another user"):
         claim(tmp_path)
+
+
+def test_a_deployment_whose_file_was_removed_ends_and_leaves_that_of_the_next(
+    tmp_path: Path, directory: Path
+) -> None:
+    def claimed() -> contextlib.AbstractContextManager[None]:
+        return state.claim(Deployment(str(tmp_path / "run.toml"), str(tmp_path)), grace_s=1)
+
+    def file() -> Path:
+        (found,) = directory.iterdir()
+        return found
+
+    with claimed():
+        file().unlink()
+    with contextlib.ExitStack() as first:
+        first.enter_context(claimed())
+        file().unlink()
+        with claimed():
+            first.close()
+            assert file()

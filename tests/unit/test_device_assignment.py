@@ -94,10 +94,10 @@ def test_a_service_that_was_restarted_on_a_gpu_of_another_pool_is_refused(
     cluster.groups.update(groups)  # type: ignore[arg-type]
     again = started(config, sees | {"rollout": ("2", "1")})["rollout"]
 
-    async def find_again(self: Discovery, *args: object) -> worker_pb2.DescribeResponse:
+    async def find(self: Discovery, *args: object) -> worker_pb2.DescribeResponse:
         return again
 
-    monkeypatch.setattr(Discovery, "find_again", find_again)
+    monkeypatch.setattr(Discovery, "find", find)
     before = groups["rollout"].description
     try:
         with pytest.raises(ConfigError, match=r"services\.rollout rank 0 are on one GPU, GPU-2"):

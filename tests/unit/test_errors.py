@@ -76,6 +76,12 @@ def test_a_foreign_server_is_understood_by_its_code(code: grpc.StatusCode, kind:
     assert type(from_rpc_error(Failed(code, "text", None), "here")) is kind
 
 
+def test_details_that_cannot_be_read_do_not_hide_the_error() -> None:
+    arrived = from_rpc_error(Failed(grpc.StatusCode.UNAVAILABLE, "text", b"\xff"), "here")
+    assert type(arrived) is errors.ServiceLost
+    assert str(arrived) == "here: cannot be reached or died: text"
+
+
 def test_no_two_branches_share_a_code() -> None:
     own = [kind.code for kind in RlhfError.__subclasses__() if "code" in vars(kind)]
     assert len(own) == len(set(own))

@@ -164,6 +164,19 @@ def test_a_model_is_evaluated_with_the_config_of_every_algorithm(
     assert plans[0].config.services["actor"].model_directory == tmp_path
 
 
+def test_a_model_is_that_of_the_service_of_role_actor_whatever_the_names(
+    tmp_path: Path, plans: list[Plan]
+) -> None:
+    tables = config_of("dpo", tmp_path).model_dump(mode="json", exclude_none=True)
+    tables["services"]["policy"] = tables["services"].pop("actor")
+    (path := tmp_path / "run.toml").write_text(tomli_w.dumps(tables))
+    (model := tmp_path / "Ann's model").mkdir()
+    (model / "config.json").write_text("{}")
+    with pytest.raises(Opened):
+        evaluate(model, config_path=path)
+    assert plans[0].config.services["policy"].model_directory == model
+
+
 @pytest.mark.parametrize("algorithm", names())
 def test_a_run_by_hand_has_the_config_of_every_algorithm(
     algorithm: str, tmp_path: Path, plans: list[Plan]

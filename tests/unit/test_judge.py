@@ -217,9 +217,10 @@ def test_what_is_missing_is_told_before_any_row(keys: dict[str, str], named: str
         {"url": "http://me:secret@127.0.0.1"},
         {"verdict_pattern": "("},
         {"verdict_pattern": "a"},
+        {"lowest": 5.0, "highest": 1.0},
     ],
 )
-def test_a_table_that_cannot_work_is_refused(keys: dict[str, str]) -> None:
+def test_a_table_that_cannot_work_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         JudgeTable.model_validate(keys)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy import logs
-from deploy.logs import read_lines
+from deploy.logs import evidence, explain_exit, read_lines
 
 
 @pytest.fixture
@@ -78,3 +78,9 @@ def test_a_log_that_was_replaced_by_a_longer_one_is_read_from_its_beginning(
     monkeypatch.setattr(logs.time, "sleep", lambda _: os.replace(new, log))
     lines = read_lines([log], follow=True)
     assert [next(lines)[1] for _ in range(3)] == ["one", "a longer line", "and another"]
+
+
+def test_an_end_whose_log_is_gone_is_explained_without_it(tmp_path: Path) -> None:
+    log = tmp_path / "actor.log"
+    assert explain_exit({0: 1}, 1, log) == f"exited with code 1 (log: {log})"
+    assert evidence(log, since=5) == f" (log: {log})"

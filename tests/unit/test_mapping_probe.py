@@ -10,14 +10,17 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
+import tomli_w
 
+from controller.config.config import load
+from controller.config.tracking import TrackingTable
 from controller.mapping import probe
 from controller.mapping.calibrate import ProbedCall, calibrate, table_text
 from controller.mapping.dataflow import Call
 from controller.mapping.devices import DeviceGroup, DeviceTable, built_in_devices, device_group, read_devices
 from controller.mapping.problem import Model
 from controller.mapping.workload import LengthShares, Workload
-from rlhf.errors import RlhfError
+from rlhf.errors import ConfigError, RlhfError
 from settings.memory.shape import ModelShape
 from settings.memory.use import ModelUse, RolloutUse
 
@@ -89,6 +92,17 @@ def test_a_calibrated_table_can_be_read_again(tmp_path: Path) -> None:
     path.write_text(table_text("CPU", TRUE, ("efficiency", "call_us"), "Measured here."))
     assert read_devices(path) == {"CPU": TRUE}
     assert path.read_text().count("fitted to the timed calls") == 2
+
+
+def test_a_rate_of_0_and_the_use_of_one_that_is_missing_are_refused(tmp_path: Path) -> None:
+    tables = {"CPU": TRUE.model_dump(mode="json") | {"tflops": {"bfloat16": 0.1}}}
+    (path := tmp_path / "table.toml").write_text(tomli_w.dumps(tables))
+    group = device_group("CPU:2", more=read_devices(path))
+    with pytest.raises(ConfigError, match=r"^devices CPU: tflops has no rate for float32$"):
+        group.flops("float32")
+    path.write_text(path.read_text().replace("0.1", "0.0"))
+    with pytest.raises(ConfigError, match=r"CPU.*tflops.bfloat16"):
+        read_devices(path)
 
 
 def test_a_kind_with_a_space_is_quoted(tmp_path: Path) -> None:
@@ -169,3 +183,9 @@ def test_services_that_do_not_load_their_models_after_a_failed_probe_are_named_b
         probe._probe(cast(Any, FailedRun()), cast(Any, SimpleNamespace(models=())), ())
     assert loaded == ["actor", "critic"]
     assert said == ["the updates of the probe are not undone in actor until a run begins there: it is gone"]
+
+
+def test_a_probe_is_reported_to_no_tracker() -> None:
+    quickstart = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
+    config = load(quickstart, ("tracking.trackers=['wandb']", "tracking.prometheus_port=9090"))
+    assert probe._probe_config(config, repeats=2).tracking == TrackingTable()

@@ -13,6 +13,7 @@ import pytest
 
 from controller.tracking import prometheus
 from controller.tracking.prometheus import MOST_CONNECTIONS, MetricsEndpoint
+from rlhf.errors import ConfigError
 
 
 def free_port() -> int:
@@ -41,6 +42,12 @@ def is_closed(connection: socket.socket) -> bool:
 
 def test_a_scrape_is_answered(port: int) -> None:
     assert "rlhf_step" in scrape(port)
+
+
+@pytest.mark.parametrize("host", ["unknown.invalid", "a..b"])
+def test_a_host_that_cannot_be_looked_up_is_an_error_of_its_key(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^tracking.prometheus_port: {host}:9090: "):
+        MetricsEndpoint(host, 9090)
 
 
 def test_idle_connections_are_bounded_and_end(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,11 +225,14 @@ def test_a_tracker_that_exits_is_counted_and_no_password_of_its_server_is_shown(
     assert json.loads((tmp_path / TRACKERS_FILE).read_text())["bad"]["failed"] == 2
 
 
-def test_a_damaged_file_of_trackers_ends_no_run(tmp_path: Path, remembering: type[Remembering]) -> None:
-    (tmp_path / TRACKERS_FILE).write_text("{")
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_file_of_trackers_ends_no_run(
+    content: str, tmp_path: Path, remembering: type[Remembering]
+) -> None:
+    (tmp_path / TRACKERS_FILE).write_text(content)
     said: list[str] = []
     record(tmp_path, tracked(tmp_path, {"mine": remembering}, said, done=0), range(1, 2))
-    assert "trackers.json: not JSON" in said[0]
+    assert "trackers.json: not " in said[0]
     assert remembering.calls[0] == ("start", tmp_path.name, 3, "")
 
 

@@ -718,9 +718,14 @@ class TestReport:
         assert "No step was completed." in text_of(root)
         assert not cards(root)
 
-    def test_a_damaged_summary_is_an_error_that_names_it(self, finished_run: Path) -> None:
-        (finished_run / "summary.json").write_text("{")
-        with pytest.raises(RlhfError, match=r"summary\.json: not JSON"):
+    @pytest.mark.parametrize(
+        ("content", "why"), [(b"{", "not JSON"), (b"\xff", "not JSON"), (b"[]", "not a JSON")]
+    )
+    def test_a_damaged_summary_is_an_error_that_names_it(
+        self, content: bytes, why: str, finished_run: Path
+    ) -> None:
+        (finished_run / "summary.json").write_bytes(content)
+        with pytest.raises(RlhfError, match=rf"summary\.json: {why}"):
             write_report(finished_run)
 
     def test_stages_are_the_calls_not_the_step_nor_the_speed(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from controller.role_groups.weights import run_together, sync_weights
-from rlhf.errors import CallCancelled, PeerFailed, RlhfError, ServiceLost
+from rlhf.errors import CallCancelled, DeadlineExceeded, PeerFailed, RlhfError, ServiceLost
 
 
 def test_calls_that_were_all_cancelled_are_an_error_by_name() -> None:
@@ -28,7 +28,7 @@ def test_the_error_is_that_of_the_rank_at_fault() -> None:
         raise error
 
     lost, full = ServiceLost("rollout rank 1 is gone"), RlhfError("the arena is full")
-    consequences = [PeerFailed("a peer failed"), CallCancelled("was cancelled")]
+    consequences = [PeerFailed("a peer failed"), CallCancelled("was cancelled"), DeadlineExceeded("waited")]
     for errors, culprit in (([*consequences, full], full), ([full, *consequences, lost], lost)):
         with pytest.raises(type(culprit), match=str(culprit)):
             asyncio.run(run_together([fails(error) for error in errors]))
