@@ -59,12 +59,13 @@ class ActorWorker(ModelWorker):
         )
         self._generator = SequenceGenerator(self, self.rollout, table.model)
         self._texts = self._generator.texts
+        self._lacks_eos = table.generates and self._generator.lacks_eos
 
     def describe(self) -> worker_pb2.DescribeResponse:
         answer = super().describe()
         answer.engine = f"{answer.engine}, rollout {self.rollout.name}"
         answer.limits.extend(self.rollout.limits)
-        answer.lacks_eos = self.table.generates and self._generator.lacks_eos
+        answer.lacks_eos = self._lacks_eos
         return answer
 
     @register("3D_ALL_MICRO_DP")

@@ -79,7 +79,7 @@ PAIRS = [
             mesh("1-2-1", rollout_engine="vllm", vllm={"kv_cache_gb": 0.25}, startup_timeout_s=240.0),
         ),
         id="3d to vllm 2",
-        marks=[*FULL, WITHOUT_VLLM],
+        marks=[FULL, WITHOUT_VLLM],
     ),
 ]
 
