@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -41,6 +42,15 @@ class Status:
     """Number of steps that were done when the display began, those of the run before it was resumed."""
 
 
+class Terminal(Console):
+    """Console of a run, which goes on without it: where the program that reads its output has ended, the rest of the
+    output of this process is dropped. In rich's `Console` this raises SystemExit on the thread that prints."""
+
+    def on_broken_pipe(self) -> None:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.file.fileno())
+
+
 class Progress:
     """Context manager that shows the progress of a run: a live display on a terminal, elsewhere one plain line per
     step.
@@ -63,7 +73,7 @@ class Progress:
             has_steps: Whether the number of the step is shown. False: for an evaluation, which has no steps.
         """
         # By default, rich takes a pipe with FORCE_COLOR for a terminal, and writes HTML to a notebook.
-        self._console = console or Console(force_terminal=sys.stdout.isatty(), force_jupyter=False)
+        self._console = console or Terminal(force_terminal=sys.stdout.isatty(), force_jupyter=False)
         self._has_steps = has_steps
         self._lock = threading.Lock()
         self._status = Status()

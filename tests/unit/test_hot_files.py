@@ -43,10 +43,11 @@ ALLOWED = {
     "actor/parity.py rollout_parity": "three numbers of the response",
     "actor/parity.py drifting_rows": "one bit per token, for the numbers of the rows to keep",
     "generation/episodes.py of": "the mask of sampled tokens, which is in host memory, as token ids are",
-    "generation/episodes.py _lists": "token ids and their mask, which are in host memory, for the engine's prompts",
+    "generation/episodes.py extended": "token ids and their mask, which are in host memory, for the engine's prompts",
     "generation/partial.py of": "token ids, which are in host memory, and versions, read there for the next part",
     "generation/partial.py prompts": "token ids, which are in host memory, for the engine's prompts",
-    "generation/partial.py _rows": "lengths, which are in host memory",
+    "generation/partial.py unfinished": "token ids, which are in host memory, to find the responses that have ended",
+    "generation/partial.py extended": "lengths, which are in host memory",
     "generation/texts.py response_texts": "token ids, which are in host memory, for the tokenizer",
     "actor/worker.py compute_loss": "log-probabilities of texts, of which the host sums one number per row",
 }

@@ -484,6 +484,32 @@ class TestProgress:
         assert "step 1/3" in shown
         assert "saved" in shown
 
+    def test_a_run_goes_on_where_the_reader_of_its_output_has_ended(self) -> None:
+        code = (
+            "import sys\n"
+            "from controller.tracking.progress import Progress\n"
+            "with Progress() as progress:\n"
+            "    progress.message('first')\n"
+            "    sys.stdin.readline()\n"
+            "    progress.message('second')\n"
+            "    progress.step(1, {'reward/mean': 0.5})\n"
+            "print('third')\n"
+            "sys.stderr.write('ended')\n"
+        )
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        ) as run:
+            assert run.stdin
+            assert run.stdout
+            assert run.stderr
+            assert run.stdout.readline() == "first\n"
+            run.stdout.close()
+            run.stdin.write("\n")
+            run.stdin.close()
+            assert run.stderr.read() == "ended"
+        assert run.returncode == 0
+
     def test_threads_may_update_it_together(self) -> None:
         out = StringIO()
         with Progress(Console(file=out, force_terminal=True, width=100)) as progress:
