@@ -110,7 +110,7 @@ def test_a_finished_run_goes_on_with_more_steps(
         (("services.actor.optimizer.eps=0.1",), "services.actor.optimizer.eps was"),
         # Allowed, but not with services that were started with another one.
         (
-            ("services.actor.optimizer.learning_rate=0.1",),
+            ("run.steps=3", "services.actor.optimizer.learning_rate=0.1"),
             r"optimizer.learning_rate is \S+ there and 0.1 here",
         ),
         (("run.stepz=7",), "run.stepz"),
