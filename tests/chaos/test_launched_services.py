@@ -21,7 +21,7 @@ from chaos.conftest import (
 
 pytestmark = pytest.mark.slow
 
-CALL_TIMEOUT_S = 8
+CALL_TIMEOUT_S = 4
 SERVICES_END_WITHIN_S = 90.0
 """Longest that services live on, a stopped rank among them, after what launched them was stopped or killed."""
 ROLLOUTS = "chaos_plugins:rollouts"
