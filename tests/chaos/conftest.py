@@ -32,12 +32,11 @@ from rlhf.v1 import worker_pb2, worker_pb2_grpc
 HERE = Path(__file__).parent
 MARK = "RLHF_CHAOS"
 """Environment variable by which a site finds every process that was started in it."""
-TIMEOUT_S = 200.0
-START_TIMEOUT_S = 300.0
+TIMEOUT_S = 60.0
+START_TIMEOUT_S = 100.0
 """Longest that services take to start beside each other."""
-ENDS_WITHIN_S = 60.0
-"""Longest that a run takes to end once something has gone wrong; where it does so at once, from its start, which
-takes seconds on a busy machine."""
+ENDS_WITHIN_S = 20.0
+"""Longest that a run takes to end once something has gone wrong; where it does so at once, from its start."""
 STUCK_S = 5.0
 """How long a call past its deadline may be without progress."""
 ROLES = ("actor", "critic", "reference", "reward")
@@ -114,7 +113,7 @@ class Site:
         tables["reward"]["function"] = "chaos_plugins:score"
         self.config: dict[str, Any] = {
             "run": {"name": "chaos", "directory": "runs", "steps": 1000, "evaluate_every": 0, "samples": 0,
-                    "call_timeout_s": TIMEOUT_S, "connect_timeout_s": TIMEOUT_S},
+                    "call_timeout_s": TIMEOUT_S, "connect_timeout_s": 2.0},
             "data": {"train": "train.jsonl", "heldout": "heldout.jsonl", "prompts_per_step": 64},
             "rollout": {"samples_per_prompt": 2, "max_response_tokens": 48},
             "algorithm": {"mini_batch_size": 32},

@@ -12,20 +12,16 @@ from settings.reward import SandboxTable
 
 def main() -> None:
     given = json.load(sys.stdin)
-    graders = {
-        wall_time_s: Grader(SandboxTable.model_validate({**given["table"], "wall_time_s": wall_time_s}))
-        for wall_time_s in {row[-1] for row in given["rows"].values()}
+    grader = Grader(SandboxTable.model_validate(given["table"]))
+    rows = {
+        name: read_row("", code, "", {"tests": tests}, "all") for name, (code, tests) in given["rows"].items()
     }
-    verdicts = {
-        name: graders[wall_time_s].submit(read_row("", code, "", {"tests": tests}, "all"))
-        for name, (code, tests, wall_time_s) in given["rows"].items()
-    }
+    verdicts = {name: grader.submit(row) for name, row in rows.items()}
     json.dump(
         {name: [verdict.result().reasons, verdict.result().fault] for name, verdict in verdicts.items()},
         sys.stdout,
     )
-    for grader in graders.values():
-        grader.close()
+    grader.close()
 
 
 if __name__ == "__main__":

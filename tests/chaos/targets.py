@@ -30,7 +30,7 @@ from rlhf.v1 import worker_pb2
 WORDS = ("1+1=", "2", "3+5=8", "7+", "12")
 """Texts that the quickstart's tokenizer knows."""
 ARENA_MB = 16
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 60.0
 FREE_WITHIN_S = 25.0
 """Longest until a run can have the service again."""
 MOST_MEMORY = 8 << 30

@@ -45,7 +45,7 @@ from rlhf.contract import SERVICES, group_methods
 from rlhf.errors import Refused
 from rlhf.v1 import actor_pb2, common_pb2, reward_pb2, worker_pb2
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 CALLS = 1_200
 ROUNDS = 3

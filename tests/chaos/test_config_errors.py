@@ -15,7 +15,7 @@ from chaos.conftest import ROLES, Program, Site, wait_until
 pytestmark = pytest.mark.slow
 
 USAGE_ERROR = 2
-TIMEOUT_S = 200.0
+TIMEOUT_S = 30.0
 
 PPO = "rlhf-controller --algo ppo --config chaos.toml"
 LAUNCH = f"{PPO} --launch"

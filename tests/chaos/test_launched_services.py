@@ -22,7 +22,7 @@ from chaos.conftest import (
 pytestmark = pytest.mark.slow
 
 CALL_TIMEOUT_S = 4
-SERVICES_END_WITHIN_S = 90.0
+SERVICES_END_WITHIN_S = 30.0
 """Longest that services live on, a stopped rank among them, after what launched them was stopped or killed."""
 ROLLOUTS = "chaos_plugins:rollouts"
 

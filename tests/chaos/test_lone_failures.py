@@ -28,7 +28,6 @@ from integration.harness import (
     POLICY_LOSS,
     PREPARED_LOSS,
     SHARDED,
-    TIMEOUT_S,
     TWO_STEPS,
     VALUE_LOSS,
     Service,
@@ -43,9 +42,8 @@ from rlhf.errors import OutOfStep, RlhfError, ServiceLost
 from rlhf.v1 import actor_pb2
 
 NUM_FAILURES = 100
-ANSWERS_WITHIN_S = 60.0
-"""Much less than the deadline of a call, and than a rank waits for peers that do not get on."""
-START_TIMEOUT_S = 300.0
+ANSWERS_WITHIN_S = 10.0
+START_TIMEOUT_S = 60.0
 RANKS = 2
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -168,7 +166,7 @@ class Running:
         address, store = (f"127.0.0.1:{port}" for port in free_ports(2))
         table: dict[str, Any] = {
             "role": self.case.role, "address": address, "ranks": RANKS, "model": str(self.directory / "model"),
-            "stuck_timeout_s": TIMEOUT_S, "output_roots": [str(self.directory / "runs")],
+            "stuck_timeout_s": 20.0, "output_roots": [str(self.directory / "runs")],
         }  # fmt: skip
         if self.case.role == "reward":
             table |= {"kind": "model", "input": "tensor", "optimizer": {"learning_rate": 1e-3}}
@@ -265,7 +263,7 @@ class Running:
             if rank.is_alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.pid or 0, signal.SIGTERM)
-        deadline = time.monotonic() + ANSWERS_WITHIN_S
+        deadline = time.monotonic() + 15
         for rank in self.ranks:
             rank.join(max(deadline - time.monotonic(), 0.1))
         late = [rank for rank in self.ranks if rank.is_alive()]
@@ -350,6 +348,7 @@ def fail_everywhere(drawn: list[Case], model: Path, directory: Path, context: An
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_rank_that_fails_alone_is_told_to_all(model: Path, tmp_path: Path, context: Any) -> None:
     seed = random.SystemRandom().randrange(2**32)
     drawn = random.Random(seed).sample([case for case in cases() if case.engine in ("fsdp", "3d")], 8)

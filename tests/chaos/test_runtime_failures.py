@@ -39,13 +39,10 @@ from rlhf.v1 import worker_pb2
 
 pytestmark = pytest.mark.slow
 
-CONNECT_S = 4
-"""Enough for services that are there to answer on a busy machine; where one is not, a run waits for so long."""
-IMPATIENT = f"run.connect_timeout_s={CONNECT_S}"
 CALL_TIMEOUT_S = 4
-TOLD_WITHIN_S = 60.0
+TOLD_WITHIN_S = 20.0
 """Longest until a run has told that a rank is stopped, and has ended."""
-STUCK_LEAVES_WITHIN_S = 60.0
+STUCK_LEAVES_WITHIN_S = 10.0
 """Longest a rank with a stuck call lives on after the run that called it has ended."""
 USAGE_ERROR = 2
 
@@ -127,11 +124,10 @@ def client(site: Site, cluster: Services) -> Site:
 
 def test_a_service_that_is_not_there_is_named(client: Site) -> None:
     nobody = f"127.0.0.1:{free_port()}"
-    ended = client.controller(f"services.critic.address={nobody}", IMPATIENT).end(ENDS_WITHIN_S)
+    ended = client.controller(f"services.critic.address={nobody}").end(ENDS_WITHIN_S)
     assert ended.code == 1
     assert ended.line.startswith(
-        f"error: no service answers within {CONNECT_S} s at services.critic ({nobody}): Connection refused. "
-        "Start services"
+        f"error: no service answers within 2 s at services.critic ({nobody}): Connection refused. Start services"
     )
 
 
@@ -195,10 +191,9 @@ def other_grpc() -> Iterator[str]:
         (
             silent,
             1,
-            rf"no service answers within {CONNECT_S} s at services\.critic \({{address}}\)"
-            r"(: connection attempt timed out [^.]*)?\. Start services with .*",
+            r"no service answers within 2 s at services\.critic \({address}\)\. Start services with .*",
         ),
-        (web, 1, rf"no service answers within {CONNECT_S} s at services\.critic \({{address}}\): .*HTTP.*"),
+        (web, 1, r"no service answers within 2 s at services\.critic \({address}\): .*HTTP.*"),
         (
             other_grpc,
             USAGE_ERROR,
@@ -210,7 +205,7 @@ def test_something_else_at_an_address_is_no_service(
     client: Site, stranger: Callable[[], contextlib.AbstractContextManager[str]], code: int, message: str
 ) -> None:
     with stranger() as address:
-        ended = client.controller(f"services.critic.address={address}", IMPATIENT).end(ENDS_WITHIN_S)
+        ended = client.controller(f"services.critic.address={address}").end(ENDS_WITHIN_S)
     assert ended.code == code
     assert re.fullmatch(f"error: {message.format(address=re.escape(address))}", ended.line)
 
@@ -383,7 +378,7 @@ def test_a_killed_torchrun_takes_its_ranks_along(client: Site, cluster: Services
         pytest.param("reference", 0, "ComputeRefLogProb", marks=pytest.mark.full),
     ],
 )
-def test_a_rank_that_is_stopped_in_a_long_call_is_named_long_before_its_deadline(
+def test_a_rank_that_is_stopped_in_a_long_call_is_named_within_20_s(
     client: Site, cluster: Services, name: str, number: int, method: str
 ) -> None:
     info = cluster.rank(name, number)

@@ -26,8 +26,6 @@ from rlhf.errors import DeadlineExceeded, ServiceLost
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 1.0
-LATE_S = 10.0
-"""Longest until an error is noticed, where other programs keep the machine busy."""
 MIB = 1 << 20
 VALUES = np.arange(4 * MIB, dtype=np.float64)
 """32 MiB: a transfer of 10 ms by memory, of 50 ms by tcp."""
@@ -75,30 +73,28 @@ def endure(transport: str, number: signal.Signals, times: int, directory: Path) 
     with peers(directory) as pool, ThreadPoolExecutor(1) as readers:
         following: Future[tuple[PeerProcess, Batch]] = pool.submit(start, directory)
         for turn in range(times):
-            peer, batch = following.result(300)
+            peer, batch = following.result(30)
             if turn + 1 < times:
                 following = pool.submit(start, directory)
             # The transfer after a restart succeeds.
             np.testing.assert_array_equal(fetcher.fetch(batch, time.monotonic() + 20)["x"], VALUES)
             reading = threading.Event()
             reader = readers.submit(read_until_it_fails, fetcher, batch, reading)
-            assert reading.wait(60)
+            assert reading.wait(5)
             struck = strike(peer, number, moment)
             if number == signal.SIGSTOP and transport == "memfd":
                 # Its memory stays good while it is stopped; only its end is an error.
                 os.kill(peer.process.pid, signal.SIGKILL)
-            error, ended, _ = reader.result(DEADLINE_S + 2 * LATE_S)
-            assert ended - struck < DEADLINE_S + LATE_S, (
-                f"turn {turn}: {error} came {ended - struck:.2f} s after"
-            )
+            error, ended, _ = reader.result(DEADLINE_S + 10)
+            assert ended - struck < DEADLINE_S + 1, f"turn {turn}: {error} came {ended - struck:.2f} s after"
             assert str(peer.endpoint) in str(error)
             peer.kill()
             peer.close()
             del reader, error
             if turn == 2:
-                following.result(300)
+                following.result(30)
                 held = Held.here()
-        following.result(300)
+        following.result(30)
         assert held is not None
         # The pipes of the last peers are closed, of which two were open when the first count was taken.
         assert_no_more_than(held)
@@ -113,11 +109,13 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
+@pytest.mark.timeout(120)
 def test_a_reader_survives_the_end_of_the_rank_it_reads_from(transport, number, tmp_path):
     endure(transport, number, 6, tmp_path)
 
 
 @pytest.mark.full
 @CASES
+@pytest.mark.timeout(600)
 def test_a_reader_survives_a_hundred_ends(transport, number, tmp_path):
     endure(transport, number, 100, tmp_path)

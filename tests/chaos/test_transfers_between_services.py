@@ -27,7 +27,7 @@ import pytest
 import tomli_w
 from chaos.transfer_service import made
 
-from integration.harness import TIMEOUT_S, Processes, Service, free_ports, is_listening, jagged, wait_until
+from integration.harness import Processes, Service, free_ports, is_listening, jagged, wait_until
 from nccl_transfer.refs.batch import Batch, LocalColumn
 from nccl_transfer.testing.held import Held
 from rlhf.errors import DeadlineExceeded, PeerFailed, RlhfError, ServiceLost
@@ -35,10 +35,8 @@ from rlhf.errors import DeadlineExceeded, PeerFailed, RlhfError, ServiceLost
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-DEADLINE_S = 4.0
-"""Of a call that transfers. What is left of it when the fetch gives up, 0.8 s, is for the answer."""
-LATE_S = 10.0
-"""Longest until an error is noticed, where other programs keep the machine busy."""
+DEADLINE_S = 2.0
+"""Of a call that transfers. What is left of it when the fetch gives up, 0.4 s, is for the answer."""
 LONGEST_CALL_S = 0.1
 """A strike comes within so long after a call has begun: by tcp a call takes about as long."""
 COUNT = 2 << 20
@@ -49,7 +47,7 @@ TRANSPORTS = ("memfd", "tcp")
 MAKERS = ("maker_a", "maker_b")
 """The same service at two addresses, so that one starts while the other is at work. Each address is used again and
 again: what a reader remembers of a dead rank must not be taken for what is there now."""
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 60.0
 SETTLED = 3
 """Turns after which a reader has started all the threads that it will."""
 
@@ -114,11 +112,11 @@ class Reader:
         """Resources held, by rank."""
         return [Held.by(rank.pid) for rank in self.service.description.ranks]
 
-    def read(self, rows: Batch, timeout_s: float) -> Report | None:
+    def read(self, rows: Batch) -> Report | None:
         """One call; what the ranks said, where not all read what was made."""
         self.begins.set()
         outcomes = self.service.start(
-            "compute_ref_log_prob", rows, timeout_s=timeout_s, temperature=1.0
+            "compute_ref_log_prob", rows, timeout_s=DEADLINE_S, temperature=1.0
         ).outcomes()
         if any(isinstance(outcome, RlhfError) for outcome in outcomes):
             return Report(outcomes, time.monotonic())
@@ -131,11 +129,11 @@ class Reader:
     def wait_for_calls(self, count: int) -> None:
         """Returns once so many more calls have gone well."""
         wanted = self.good_calls + count
-        wait_until(lambda: self.good_calls >= wanted, TIMEOUT_S, f"{count} transfers by {self.name}")
+        wait_until(lambda: self.good_calls >= wanted, 15 * DEADLINE_S, f"{count} transfers by {self.name}")
 
     def read_until_it_fails(self, rows: Batch) -> Report:
         for _ in range(10_000):
-            if report := self.read(rows, DEADLINE_S):
+            if report := self.read(rows):
                 return report
         raise AssertionError("10,000 transfers from a service that was killed went well")
 
@@ -209,7 +207,7 @@ def play(
         reader.begins.clear()
     reports = {reader: pool.submit(reader.read_until_it_fails, maker.rows) for reader in readers}
     for reader in readers:
-        assert reader.begins.wait(TIMEOUT_S)
+        assert reader.begins.wait(5)
     time.sleep(wait_s)
     struck = maker.strike(number)
     late = {}
@@ -218,10 +216,10 @@ def play(
             # Memory stays good while its owner is stopped: only the owner's end is an error.
             reader.wait_for_calls(2)
             struck = maker.strike(signal.SIGKILL)
-        said = report.result(DEADLINE_S + 2 * LATE_S)
+        said = report.result(DEADLINE_S + 10)
         assert said.names(maker), f"{reader.name}: {said.outcomes}"
         late[reader.name] = said.at - struck
-        assert late[reader.name] < DEADLINE_S + LATE_S, f"{reader.name}: {said.outcomes}"
+        assert late[reader.name] < DEADLINE_S + 1, f"{reader.name}: {said.outcomes}"
     return late
 
 
@@ -252,12 +250,12 @@ def endure(times: int, directory: Path) -> None:
             # The transfer after a restart succeeds.
             for reader in readers:
                 reader.service.introduce(maker.service)
-                assert reader.read(maker.rows, TIMEOUT_S) is None, f"turn {turn}, {reader.name}"
+                assert reader.read(maker.rows) is None, f"turn {turn}, {reader.name}"
             if turn == SETTLED:
                 settled = held_by(readers)
             elif turn == 2 * times - 1:
                 # What was mapped of makers that have ended goes once their end is noticed.
-                last = wait_until(partial(no_more_than, settled, readers), TIMEOUT_S, "what is held shrinks")
+                last = wait_until(partial(no_more_than, settled, readers), DEADLINE_S, "what is held shrinks")
             for name, seconds in play(
                 number, maker, readers, pool, moment.uniform(0, LONGEST_CALL_S)
             ).items():
@@ -274,6 +272,7 @@ def endure(times: int, directory: Path) -> None:
     print(f"held after {SETTLED} turns and at the end: {settled}, {last}", file=sys.stderr)
 
 
+@pytest.mark.timeout(240)
 def test_services_survive_the_end_of_a_service_they_read_from(tmp_path: Path) -> None:
     endure(3, tmp_path)
 

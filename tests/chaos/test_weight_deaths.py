@@ -51,7 +51,7 @@ def process(target: Any, *arguments: Any) -> Iterator[tuple[Any, Connection]]:
     finally:
         if started.is_alive():
             os.kill(started.pid, signal.SIGKILL)
-        started.join(READY_S)
+        started.join(10)
         ours.close()
 
 
@@ -102,7 +102,7 @@ def test_a_source_outlives_receivers_that_die_while_they_read(rounds: int, in_pl
     after = transfer_of(source.weights, 1, rounds)
     sent, _ = source.send(after)
     assert read_all(after, 0, fetcher_by(["memfd"]))[1] == tensor().nbytes
-    sent.result(READY_S)
+    sent.result(10)
     source.close()
 
 

@@ -22,6 +22,8 @@ from rlhf.errors import (
 )
 from rlhf.v1 import cuda_ipc_pb2, cuda_ipc_pb2_grpc
 
+pytestmark = pytest.mark.timeout(60)
+
 OVER_CUDA_IPC = pytest.mark.parametrize("transport", ["cuda_ipc"], indirect=True)
 
 

@@ -47,6 +47,8 @@ from nccl_transfer.transports.gpu.nccl import NcclReader
 from rlhf.errors import DeadlineExceeded, Refused, ServiceLost
 from rlhf.v1 import common_pb2 as pb
 
+pytestmark = pytest.mark.timeout(60)
+
 BETWEEN_GPUS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"], indirect=True)
 Columns = dict[str, tuple[np.ndarray, str, list[int] | None]]
 ROWS: Columns = {

@@ -20,7 +20,7 @@ from contract.test_device_shards import lender, one, rank  # noqa: F401 - fixtur
 from nccl_transfer.devices.cupy_cuda import CupyCuda
 from nccl_transfer.store.leases import Lease
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.timeout(60), pytest.mark.full]
 
 OF_THE_HOST = {
     "test_a_rank_tells_the_nccl_and_the_gpu_that_it_sends_by",

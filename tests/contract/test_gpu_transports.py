@@ -25,6 +25,8 @@ from rlhf.errors import (
     ServiceLost,
 )
 
+pytestmark = pytest.mark.timeout(60)
+
 BETWEEN_GPUS = pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"], indirect=True)
 
 
@@ -53,8 +55,8 @@ def test_a_peer_that_dies_in_the_middle_of_a_transfer_between_gpus_is_lost(
     killer.start()
     start = time.monotonic()
     with pytest.raises(ServiceLost, match=re.escape(str(mortal_peer.endpoint))):
-        fetch(fetcher, batch, within_s=60)
-    assert time.monotonic() - start < 30
+        fetch(fetcher, batch, within_s=10)
+    assert time.monotonic() - start < 5
     killer.join()
 
 
@@ -108,7 +110,7 @@ def test_a_transfer_between_gpus_that_stops_ends_at_its_deadline_and_leaves_noth
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=re.escape(str(peer.endpoint))):
         fetch(fetcher, batch, within_s=0.5)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 1.5
     assert peer.answer() == {"event": "paused"}
     wait_until(lambda: gpu.used <= held[0])
     peer.ask("go_on")

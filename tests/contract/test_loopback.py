@@ -8,6 +8,8 @@ from contract.host_devices import HostCuda, HostNccl
 from contract.one_gpu import *  # noqa: F403 - the tests
 from contract.peer_process import GPU
 
+pytestmark = pytest.mark.timeout(60)
+
 
 @pytest.fixture(params=["nccl"], scope="module")
 def transport(request) -> str:

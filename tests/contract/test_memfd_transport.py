@@ -31,6 +31,8 @@ from rlhf.errors import (
     ServiceLost,
 )
 
+pytestmark = pytest.mark.timeout(60)
+
 
 def test_the_arena_of_a_rank_that_died_is_let_go_of_although_nobody_reads(memfd, mortal_peer, peer):
     fetch(memfd, peer.put(random_array("int32", (4,))))

@@ -40,6 +40,8 @@ from rlhf.security import adopted
 from rlhf.v1 import common_pb2 as pb
 from settings.security import load_security
 
+pytestmark = pytest.mark.timeout(60)
+
 
 def of_version(batch: Batch, version: int | None) -> Batch:
     """The same rows, of a rank that tells another version of NCCL, or none."""

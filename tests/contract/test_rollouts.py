@@ -16,6 +16,8 @@ from services.rollout.base import RolloutEngine, SamplingOptions
 from services.rollout.hf import HFRollout
 from services.testing.rollouts import POSITIONS, RolloutContract
 
+pytestmark = pytest.mark.timeout(300)
+
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm"
 )

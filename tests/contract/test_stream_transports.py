@@ -33,6 +33,8 @@ from rlhf.errors import (
 )
 from rlhf.v1 import transfer_pb2
 
+pytestmark = pytest.mark.timeout(60)
+
 
 def test_a_peer_that_dies_in_the_middle_of_a_stream_is_lost(stream, mortal_peer):
     batch = mortal_peer.put(random_array("uint8", (1, 6 * MIB)))
@@ -55,7 +57,7 @@ def test_a_peer_that_hangs_in_the_middle_of_a_stream_ends_the_read_at_its_deadli
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=re.escape(str(mortal_peer.endpoint))):
         fetch(stream, batch, within_s=0.5)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 1.5
 
 
 def test_a_peer_that_hangs_is_waited_for_no_longer_once_it_is_forgotten(stream, mortal_peer):

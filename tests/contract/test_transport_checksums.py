@@ -17,6 +17,8 @@ from rlhf.errors import (
     TransferError,
 )
 
+pytestmark = pytest.mark.timeout(60)
+
 
 def test_rows_in_use_fail_to_verify_once_their_shard_is_marked_bad(memfd, checked_peer):
     batch = checked_peer.put(random_array("uint8", (2, MIB)))

@@ -27,6 +27,8 @@ from rlhf.errors import (
 )
 from rlhf.v1 import transfer_pb2, transfer_pb2_grpc
 
+pytestmark = pytest.mark.timeout(60)
+
 
 def test_rows_may_be_written_to_also_where_a_transport_gives_none_such(peer):
     class ReadOnly(MemfdReader):

@@ -19,7 +19,8 @@ from integration import example_plugins, node_reward
 from integration.harness import Cluster, Processes, Service, free_ports, write_config
 from integration.references import References
 
-STOP_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 110.0
+STOP_TIMEOUT_S = 40.0
 SUPERVISED_STEPS = 40
 """Enough that the model ends its answers, so that responses have different lengths."""
 NUM_TRAIN, NUM_HELDOUT = 64, 16

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from integration.harness import ROOT
 
-INSTALL_TIMEOUT_S = 300.0
+INSTALL_TIMEOUT_S = 100.0
 
 
 def install(directory: Path) -> Path:

@@ -89,13 +89,16 @@ def fork_rank(table: ServiceTable, variables: dict[str, str], arguments: list[st
 
 
 def wait_until_healthy(tables: dict[str, ServiceTable]) -> None:
-    """Raises SystemExit if a rank ends. The test that has started this process has a deadline."""
+    """Raises SystemExit if a rank ends, or a service is not healthy within its `startup_timeout_s`."""
+    began = time.monotonic()
     for name, table in tables.items():
         with contextlib.closing(Probe(table.address)) as probe:
             while not probe.serving():
                 # WNOWAIT: `serve` signals and reaps this rank too.
-                if ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                    sys.exit(f"service {name} is not healthy; a rank that ended: {ended.si_pid}")
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended or time.monotonic() - began > table.startup_timeout_s:
+                    pid = ended.si_pid if ended else "none"
+                    sys.exit(f"service {name} is not healthy; a rank that ended: {pid}")
                 time.sleep(0.05)
 
 

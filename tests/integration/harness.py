@@ -39,7 +39,7 @@ from rlhf.v1 import actor_pb2, common_pb2, critic_pb2, worker_pb2
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-TIMEOUT_S = 200.0
+TIMEOUT_S = 60.0
 """Deadline of what is expected to end well."""
 
 HUGGING_FACE = worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE
@@ -359,7 +359,7 @@ class Processes:
         config: Path,
         log_dir: Path,
         *settings: str,
-        timeout_s: float = 300.0,
+        timeout_s: float = 110.0,
         program: str = "forked_services.py",
     ) -> subprocess.Popen[str]:
         """Starts the services of a config by `forked_services`, or another program here with its arguments, with

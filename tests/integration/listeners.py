@@ -76,7 +76,7 @@ def attack(processes: Iterable[psutil.Process], marker: Path) -> list[str]:
     places = {f"{'127.0.0.1' if is_any(host) else host}:{port}" for host, port in listeners(processes)}
     command = [sys.executable, str(Path(__file__).with_name("store_attack.py")), str(marker), *sorted(places)]
     environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=200, check=True, env=environment)
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True, env=environment)
     return ran.stdout.splitlines()
 
 

@@ -13,7 +13,7 @@ import pytest
 from integration.harness import ROOT, Processes, free_ports, wait_for_line
 
 EXAMPLE = ROOT / "examples" / "reward_node"
-INSTALL_TIMEOUT_S = 300.0
+INSTALL_TIMEOUT_S = 100.0
 
 
 def install(directory: Path) -> Path:

@@ -20,7 +20,7 @@ from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
 from integration.harness import Processes, wait_until, write_config
 
-RUN_TIMEOUT_S = 400.0
+RUN_TIMEOUT_S = 150.0
 UNEQUAL = ("time/", "mem/", "rank/")
 """Metrics that may differ between runs of one seed."""
 

@@ -12,7 +12,7 @@ from controller.tracking.timeline import read_events
 from integration.harness import Cluster
 from integration.resuming import Results, resumable, with_tables
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 STEPS = 6
 ROLES = ("actor", "critic", "reference", "reward")

@@ -17,7 +17,7 @@ from integration.harness import POLICY_LOSS, TWO_STEPS, Cluster, Service
 from nccl_transfer.refs.columns import Jagged
 from rlhf.v1 import actor_pb2
 
-TIMEOUT_S = 200.0
+TIMEOUT_S = 60.0
 SAMPLING = actor_pb2.Sampling(temperature=1.3, max_new_tokens=12)
 PROMPTS = [f"{i}+{7 * i % 90}=" for i in range(16)]
 SAME = ("loss", "grad_norm")

@@ -20,6 +20,8 @@ from nccl_transfer.devices.cuda import Cuda
 from nccl_transfer.devices.tensors import DeviceTensors
 from nccl_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 
+pytestmark = pytest.mark.timeout(60)
+
 SIZES = (1 << 20, (3 << 20) + 17)
 
 

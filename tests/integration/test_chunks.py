@@ -16,6 +16,8 @@ from integration.conftest import Task
 from integration.harness import Processes, free_ports, write_config
 from integration.resuming import Results, resumable, with_tables
 
+pytestmark = pytest.mark.timeout(600)
+
 PPO = ("actor", "critic", "reference", "reward")
 PROMPT_TOKENS, RESPONSE_TOKENS, PROMPTS = 16, 6, 8
 ROW_TOKENS = PROMPT_TOKENS + RESPONSE_TOKENS

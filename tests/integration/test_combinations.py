@@ -17,6 +17,8 @@ from integration.harness import ROOT, Processes, free_ports, write_config
 from integration.resuming import Results, resumable, with_tables
 from rlhf.errors import ConfigError
 
+pytestmark = pytest.mark.timeout(600)
+
 Features = Mapping[str, Sequence[tuple[str, ...]]]
 """Alternatives by name, each as settings of the command line."""
 

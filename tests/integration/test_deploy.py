@@ -24,7 +24,7 @@ from integration.harness import free_ports
 HERE = Path(__file__).parent
 FAKE_DEPLOY = [sys.executable, str(HERE / "fake_deploy.py")]
 REAL_DEPLOY = [sys.executable, "-m", "deploy"]
-TIMEOUT_S = 200.0
+TIMEOUT_S = 30.0
 CONFIG_ERROR = 2
 
 RUN_WITH_PARENT = (
@@ -127,9 +127,9 @@ def is_gone(process: psutil.Process) -> bool:
     return True
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
     """Polls the condition until it holds."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition does not come true"
         time.sleep(0.02)
@@ -233,7 +233,7 @@ def up_that_waits_for_another(host: Host) -> tuple[subprocess.Popen[str], subpro
     supervisor.send_signal(signal.SIGTERM)
     host.flags = {"supervisor": ["--note-waits"]}
     following = host.start("up", "other.toml")
-    wait_until((host.directory / "waits").exists)
+    wait_until((host.directory / "waits").exists, TIMEOUT_S)
     return supervisor, following, end
 
 
@@ -288,14 +288,14 @@ def test_services_end_with_a_supervisor_that_is_killed(host: Host) -> None:
     services = host.services(supervisor)
     supervisor.kill()
     end_of(supervisor)
-    wait_until(lambda: all(is_gone(service) for service in services))
+    wait_until(lambda: all(is_gone(service) for service in services), timeout_s=5)
 
 
 def test_up_ends_with_the_program_that_launched_it(host: Host) -> None:
     launcher = host.up(program=[sys.executable, "-c", RUN_WITH_PARENT, *FAKE_DEPLOY])
     launcher.kill()
     end_of(launcher)
-    wait_until(lambda: not host.processes())
+    wait_until(lambda: not host.processes(), timeout_s=5)
 
 
 def test_down_stops_what_a_killed_supervisor_left_and_is_idempotent(host: Host) -> None:
@@ -396,7 +396,7 @@ def two_ranks(host: Host) -> list[psutil.Process]:
 def test_a_rank_that_is_killed_ends_its_peers_and_is_named(host: Host) -> None:
     _, rank_1 = two_ranks(host)
     rank_1.kill()
-    wait_until(lambda: not host.processes())
+    wait_until(lambda: not host.processes(), timeout_s=10)
     log = (host.logs / "supervisor.log").read_text()
     assert "error: service two: rank 1 was killed by SIGKILL" in log
 
@@ -447,7 +447,7 @@ def test_a_reward_that_dies_leaves_no_child_to_the_one_that_is_started_again(hos
     rank_0, rank_1 = two_ranks(host)
     rank_1.kill()
     log = host.logs / "supervisor.log"
-    wait_until(lambda: log.read_text().count("two: healthy") == 2)
+    wait_until(lambda: log.read_text().count("two: healthy") == 2, TIMEOUT_S)
     assert is_gone(rank_0)
     assert "lost: service two: rank 1 was killed by SIGKILL" in log.read_text()
     ranks = [process for process in host.processes() if {"services", "reward"} <= set(process.cmdline())]

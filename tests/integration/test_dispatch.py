@@ -32,7 +32,7 @@ from rlhf.errors import (
 )
 from rlhf.v1 import actor_pb2, worker_pb2
 
-TIMEOUT_S = 200.0
+TIMEOUT_S = 60.0
 SYNCHRONIZE = SERVICES["worker"]["Synchronize"]
 DISPATCH = SERVICES["worker"]["Dispatch"]
 PROMPTS = Batch.of(prompt=["10+20=", "31+4=", "5+66=", "7+8="])

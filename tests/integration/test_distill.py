@@ -16,6 +16,8 @@ from deploy.quickstart import Recipe
 from deploy.quickstart.build import build
 from integration.harness import Processes, free_ports, write_config
 
+pytestmark = pytest.mark.timeout(240)
+
 STUDENT, TEACHER = Recipe(max_steps=40), Recipe(max_steps=150, batch_size=16)
 ROWS = {"train": 256, "heldout": 128}
 LORA = {"rank": 4, "alpha": 8}

@@ -8,6 +8,8 @@ from integration.divided_rows import *  # noqa: F403 - the tests
 from integration.divided_rows import Reports, save_models
 from integration.ranks import launch
 
+pytestmark = pytest.mark.timeout(200)
+
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:

@@ -13,13 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from integration.ranks import launch
 
 NUM_RANKS, NUM_ITERATIONS = 4, 10
-DEADLINE_S = 400
+DEADLINE_S = 240
 PARITY = 1e-4
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm"
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from integration.ranks import launch
 from services.storage.checkpoint import WeightShard, read_manifest, read_shards
 
-DEADLINE_S = 400
+DEADLINE_S = 90
 MODELS = ["policy", "kept", "tied", "value"]
 
 

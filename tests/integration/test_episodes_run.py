@@ -19,6 +19,8 @@ from integration.resuming import Results, resumable, with_tables
 from rlhf.errors import RlhfError
 from settings.reward import RewardTable
 
+pytestmark = pytest.mark.timeout(240)
+
 CALCULATOR = "examples.plugins.rlhf_example.calculator:Calculator"
 NINES = "toy_environments:Nines"
 SERVICES = {

@@ -5,7 +5,7 @@ import pytest
 from integration.ranks import launch
 from integration.references import STEPS_TOLERANCE, TOLERANCE, References
 
-DEADLINE_S = 400
+DEADLINE_S = 240
 FAST = ("llama-float64", "qwen2-float64", "qwen2-float32", "qwen3_moe-float32")
 OTHERS = ("gemma2-float32", "gpt_oss-float32", "deepseek_v3-float32")
 """Capped scores and logits, attention sinks, values of fewer numbers than keys."""
@@ -20,6 +20,8 @@ LAUNCHES = [
     pytest.param((4, 1, EVERY), id="4 ranks, everything", marks=pytest.mark.full),
     pytest.param((8, 8, (*EVERY, *WINDOWS)), id="1 data rank of 8, everything", marks=pytest.mark.full),
 ]
+
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module", params=LAUNCHES)

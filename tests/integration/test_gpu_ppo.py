@@ -33,6 +33,7 @@ def test_stages_are_what_ranks_computed_in_the_steps_that_count(tmp_path: Path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(DEADLINE_S + 20)
 @pytest.mark.parametrize("engine", ["fsdp", "3d", "zero"])
 def test_the_whole_loop_runs_with_every_engine(engine: str, tmp_path: Path):
     figures = tmp_path / "figures.json"

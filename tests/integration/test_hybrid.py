@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from integration.hybrid_main import NUM_TURNS
 from integration.ranks import launch
 
-DEADLINE_S = 400
+DEADLINE_S = 240
 PARITY = 1e-4
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -66,7 +66,7 @@ LAUNCHES = [
     *(pytest.param((size, EVERY[size]), id=f"{size} ranks, everything", marks=FULL) for size in EVERY),
 ]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from integration.harness import Processes, Service, free_ports, is_listening, wa
 from nccl_transfer.refs.batch import Batch
 from rlhf.v1 import actor_pb2
 
-START_S = 300
+START_S = 60
 SAMPLING = actor_pb2.Sampling(greedy=True, max_new_tokens=6)
 PROMPTS = Batch.of(prompt=["1", "12+3=", "99+99=", "7+7"])
 

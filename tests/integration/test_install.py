@@ -17,9 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel of a clean checkout: tracked files only, so no stub of this environment is in it."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    tracked = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, timeout=200
-    )
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, timeout=30)
     names = [name for name in tracked.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
     for name in names:
         target = source / name

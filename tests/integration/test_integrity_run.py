@@ -13,11 +13,12 @@ from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
 from integration.harness import HERE, Processes, free_ports
 
-RUN_TIMEOUT_S = 400.0
+RUN_TIMEOUT_S = 200.0
 ROLES = ("actor", "reference", "reward")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(RUN_TIMEOUT_S + 60)
 def test_a_flipped_bit_in_a_replica_ends_the_run_and_names_service_ranks_and_tensor(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from client.rank import RankClient
-from integration.harness import TIMEOUT_S, Service, jagged
+from integration.harness import Service, jagged
 from integration.test_server import SOON_S, prompts, start_generation
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.remote_column import RemoteColumn
@@ -23,7 +23,11 @@ from rlhf.contract import group_methods
 from rlhf.errors import InvalidRequest, PeerFailed, Refused
 from rlhf.v1 import actor_pb2
 
+pytestmark = pytest.mark.timeout(120)
+
 SAMPLING = actor_pb2.Sampling(temperature=1.0, max_new_tokens=4)
+LONG_S = 90.0
+"""Deadline of calls that would wait for an address where nobody answers."""
 
 
 def adverts(port: int) -> dict[str, bytes]:
@@ -55,7 +59,7 @@ def test_a_call_that_names_a_stranger_is_refused_at_once_while_another_goes_on(
 ) -> None:
     running, call_id = start_generation(actor)
     stranger = Endpoint(address_of(silent), service="stranger", adverts=adverts(silent.getsockname()[1]))
-    refused = actor.start("compute_log_prob", rows_at(stranger), temperature=1.0)
+    refused = actor.start("compute_log_prob", rows_at(stranger), temperature=1.0, timeout_s=LONG_S)
     for outcome in refused.outcomes():
         assert type(outcome) is InvalidRequest
         assert f"has not introduced the endpoint stranger rank 0 at {address_of(silent)} to this rank" in str(
@@ -75,7 +79,9 @@ def test_a_call_behind_one_that_names_a_stranger_does_not_wait(
     began = time.monotonic()
     stranger = Endpoint(address_of(silent), adverts=adverts(silent.getsockname()[1]))
     for _ in range(3):
-        pending = reference.start("compute_ref_log_prob", rows_at(stranger), temperature=1.0)
+        pending = reference.start(
+            "compute_ref_log_prob", rows_at(stranger), temperature=1.0, timeout_s=LONG_S
+        )
         reference.call("synchronize")
         assert type(pending.outcomes()[0]) is InvalidRequest
     assert time.monotonic() - began < SOON_S
@@ -84,7 +90,7 @@ def test_a_call_behind_one_that_names_a_stranger_does_not_wait(
 @pytest.mark.parametrize("address", ["unix:/run/other.sock", "unix:7101", "203.0.113.1:9", "203.0.113.1"])
 def test_an_address_is_refused_by_its_name(reference: Service, address: str) -> None:
     with pytest.raises(InvalidRequest, match=address):
-        reference.call("compute_ref_log_prob", rows_at(Endpoint(address)), temperature=1.0)
+        reference.call("compute_ref_log_prob", rows_at(Endpoint(address)), temperature=1.0, timeout_s=LONG_S)
     if address != "203.0.113.1:9":
         with pytest.raises(InvalidRequest, match=f"{address}'.*(host:port|kind of an address)"):
             reference.ask("Introduce", session=reference.session, endpoints=[{"address": address}])
@@ -99,7 +105,7 @@ def test_rows_of_another_service_are_read_once_its_ranks_are_introduced_by_this_
     holder = ids.shards[0].endpoint
 
     def score(service: Service, batch: Batch = made) -> list[Any]:
-        return service.call("compute_ref_log_prob", batch, temperature=1.0)
+        return service.call("compute_ref_log_prob", batch, temperature=1.0, timeout_s=LONG_S)
 
     with pytest.raises(InvalidRequest, match=holder.address):
         score(reference)
@@ -133,7 +139,7 @@ def test_a_call_that_names_a_stranger_on_one_rank_only_holds_up_none_of_them(
     far = actor.requests(
         "compute_log_prob", rows_at(Endpoint(address_of(silent))), header=header, temperature=1.0
     )
-    pending = actor.send("compute_log_prob", {0: near[0], 1: far[1]})
+    pending = actor.send("compute_log_prob", {0: near[0], 1: far[1]}, timeout_s=LONG_S)
     actor.call("compute_log_prob", good, temperature=1.0)
     assert [type(outcome) for outcome in pending.outcomes()] == [PeerFailed, InvalidRequest]
     assert time.monotonic() - began < SOON_S
@@ -148,7 +154,7 @@ def test_a_call_over_a_stream_is_refused_alike(actor: Service, silent: socket.so
             RankClient("actor", rank, address, is_ours=True, session=actor.session)
             for rank, address in enumerate(actor.addresses)
         ]
-        calls = [c.start(method, request, TIMEOUT_S) for c, request in zip(clients, requests, strict=True)]
+        calls = [c.start(method, request, LONG_S) for c, request in zip(clients, requests, strict=True)]
         try:
             return await asyncio.gather(*calls, return_exceptions=True)
         finally:

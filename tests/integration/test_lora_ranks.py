@@ -25,7 +25,7 @@ from integration.lora_main import ADAPTERS
 from integration.ranks import launch
 from integration.three_d_main import ENTROPY_WEIGHT, NUM_STEPS, OPTIONS, TEMPERATURE, VOCABULARY, Rows
 
-DEADLINE_S = 400
+DEADLINE_S = 110
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -21,12 +21,13 @@ from integration.harness import Cluster, Processes, Service, free_ports, write_c
 from rlhf.errors import ConfigError
 from settings.actor import ActorTable, LoraTable
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 ROLES = ("actor", "critic", "reward")
 STEPS = 3
-RUN_TIMEOUT_S = 400.0
-STOP_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 110.0
+RUN_TIMEOUT_S = 150.0
+STOP_TIMEOUT_S = 40.0
 UNEQUAL = ("time/", "mem/", "transfer/", "rank/")
 """Metrics that may differ between runs of one seed."""
 

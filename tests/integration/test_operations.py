@@ -35,6 +35,8 @@ from integration.resuming import RUN_TIMEOUT_S, Results, resumable, with_tables
 from integration.test_server import training_rows
 from rlhf.errors import ConfigError, InvalidRequest
 
+pytestmark = pytest.mark.timeout(240)
+
 STEPS = 8
 
 

@@ -21,6 +21,8 @@ from integration.conftest import Task
 from integration.harness import Processes, free_ports, write_config
 from integration.resuming import Results, resumable, with_tables
 
+pytestmark = pytest.mark.timeout(600)
+
 PPO = ("actor", "rollout", "critic", "reference", "reward")
 BYTES = "transfer/"
 """Metrics of bytes, which differ between placements: rows are on other ranks."""

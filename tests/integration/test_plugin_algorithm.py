@@ -10,7 +10,7 @@ from python_path import python_path
 
 from integration.harness import Cluster, Processes, write_config
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 100.0
 
 
 @pytest.fixture

@@ -18,9 +18,12 @@ from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
 from integration.harness import Processes, free_ports, write_config
 
+pytestmark = pytest.mark.timeout(300)
+
 STEPS = 2
-RUN_TIMEOUT_S = 400.0
-STOP_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 110.0
+RUN_TIMEOUT_S = 100.0
+STOP_TIMEOUT_S = 40.0
 USAGE_ERROR = 2
 DELTA = 1e-4
 NAMES = ("dppo", "rlhf_example.losses:dppo")

@@ -23,10 +23,10 @@ from integration.harness import Cluster, Processes, free_ports, write_config
 from integration.test_reward_node import within_reach
 from settings.reward import RewardTable
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 RANKS, SAMPLES, STEPS = 2, 4, 2
-START_TIMEOUT_S, RUN_TIMEOUT_S = 300.0, 400.0
+START_TIMEOUT_S, RUN_TIMEOUT_S = 110.0, 150.0
 READ = ("prompt", "response", "ground_truth", "metadata", "prompt_number", "rewards")
 """Columns that the oracles read."""
 SERVICES = {"grpo": ("actor", "reference"), "ppo": ("actor", "critic", "reference")}

@@ -22,9 +22,11 @@ from integration.harness import Processes, Service, free_ports, jagged, wait_for
 from nccl_transfer.refs.batch import Batch
 from settings.services import table_type
 
-START_TIMEOUT_S = 300.0
-RUN_TIMEOUT_S = 400.0
-TIMEOUT_S = 200.0
+pytestmark = pytest.mark.timeout(300)
+
+START_TIMEOUT_S = 110.0
+RUN_TIMEOUT_S = 200.0
+TIMEOUT_S = 60.0
 STEPS = 3
 ROLE = "rlhf_example.roles:novelty"
 NGRAM = 2

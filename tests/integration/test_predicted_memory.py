@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("services.engines.zero.engine")
 
-DEADLINE_S = 400
+DEADLINE_S = 110
 PEAKS: tuple[StageName, ...] = ("forward", "update")
 TOLERANCE, TOLERANCE_OF_STAGE_3 = 0.15, 0.25
 """Largest relative error of a peak; that of ZeRO stage 3 depends on what DeepSpeed has gathered ahead at the time."""

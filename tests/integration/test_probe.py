@@ -27,6 +27,8 @@ from integration.harness import Cluster, free_ports, write_config
 from nccl_transfer.refs.columns import Jagged
 from rlhf.v1 import worker_pb2
 
+pytestmark = pytest.mark.timeout(400)
+
 ROLES = ("actor", "critic", "reference", "reward")
 EXPORT = worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE
 LENGTHS = ("--prompts", "8")

@@ -37,8 +37,10 @@ from integration.harness import (
 from integration.python_cells_main import code_cells
 from rlhf.errors import InvalidRequest
 
+pytestmark = pytest.mark.timeout(240)
+
 EXAMPLES = ROOT / "examples"
-TIMEOUT_S = 400.0
+TIMEOUT_S = 150.0
 SERVICES = ("actor", "reference", "reward")
 TEXTS = ["12+34=46", "1", "a longer text without numbers", "99+1=100"]
 

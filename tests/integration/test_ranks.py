@@ -12,7 +12,7 @@ import pytest
 from integration.harness import Processes, wait_for_line, wait_until
 from integration.ranks import launch
 
-TIMEOUT_S = 200.0
+TIMEOUT_S = 30.0
 MAIN = "integration.ranks_main"
 PRELOADING_LITTLE = f"""
 import sys

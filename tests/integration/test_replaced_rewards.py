@@ -21,7 +21,7 @@ from integration.harness import Processes, free_ports, wait_for_line, wait_until
 from integration.resuming import RUN_TIMEOUT_S, Results, Resumable, resumable, sleep_until, with_tables
 from integration.test_resume_launched import LAUNCHED, launched, rank_of, undisturbed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 OF_LOSSES = ("restarts/", "transfer/controller_bytes")
 """Metrics that count what was sent again."""
@@ -210,7 +210,7 @@ def test_a_reward_that_nothing_starts_again_ends_the_run_at_its_deadline_and_ctr
                 assert said.startswith("reward rank 0 (")
                 if is_interrupted:
                     process.send_signal(signal.SIGINT)
-                out, err = process.communicate(timeout=RUN_TIMEOUT_S)
+                out, err = process.communicate(timeout=60)
                 if is_interrupted:
                     assert (process.returncode, err) == (128 + signal.SIGINT, "stopped by SIGINT\n"), out
                 else:
@@ -223,7 +223,7 @@ def test_a_reward_that_nothing_starts_again_ends_the_run_at_its_deadline_and_ctr
                     ), err
                 assert not run.processes.living()
             by_hand.terminate()
-            by_hand.wait(RUN_TIMEOUT_S)
+            by_hand.wait(60)
     finally:
         processes.kill()
 

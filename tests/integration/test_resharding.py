@@ -13,7 +13,7 @@ from integration.ranks import launch
 from integration.resharding_main import NUM_TURNS, ROUND_BYTES
 from integration.test_hybrid import MODELS
 
-DEADLINE_S = 400
+DEADLINE_S = 240
 PARITY = 1e-4
 
 needs_deepspeed = pytest.mark.skipif(
@@ -42,7 +42,7 @@ LAUNCHES = [
     pytest.param((4, ZERO_ON_FOUR), id="zero-4", marks=[needs_deepspeed, *FULL]),
 ]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 Reports = list[dict[str, dict[str, Any]]]
 

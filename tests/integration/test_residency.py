@@ -23,6 +23,8 @@ from integration.harness import Processes, free_ports, write_config
 from integration.resuming import Results, resumable, with_tables
 from rlhf.errors import RlhfError, ServiceLost
 
+pytestmark = pytest.mark.timeout(600)
+
 MODELS = ("actor", "critic", "reference")
 METHODS = ("offload", "onload")
 MOVED = tuple(f"transfer/{method}/bytes" for method in METHODS)

@@ -18,6 +18,8 @@ from integration.harness import Processes, wait_until, write_config
 from integration.resuming import Results, moments, resumable, sleep_until, with_tables
 from integration.test_resume_launched import ROLES, launched, lose, resumed_after, undisturbed
 
+pytestmark = pytest.mark.timeout(400)
+
 STEPS = 5
 
 

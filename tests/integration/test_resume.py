@@ -21,6 +21,8 @@ from integration.resuming import RUN_TIMEOUT_S, Results, resumable, with_tables
 from rlhf.errors import ConfigError, RlhfError
 from settings.strict import read_toml
 
+pytestmark = pytest.mark.timeout(240)
+
 STEPS = 6
 ROLES = ("actor", "critic", "reference", "reward")
 

@@ -34,7 +34,7 @@ from rlhf.errors import ConfigError, InvalidRequest, RewardFailed
 from rlhf.v1 import actor_pb2, reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
 from settings.reward import RewardTable
 
-TIMEOUT_S = 200.0
+TIMEOUT_S = 30.0
 TOLERANCE = 1e-5
 SAMPLING = actor_pb2.Sampling(temperature=1.0, max_new_tokens=5)
 

@@ -36,14 +36,15 @@ from rlhf.v1 import actor_pb2, worker_pb2
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(400),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm"
     ),
 ]
 
 START_TIMEOUT_S = 240.0
-RUN_TIMEOUT_S = 400.0
-STOP_TIMEOUT_S = 120.0
+RUN_TIMEOUT_S = 150.0
+STOP_TIMEOUT_S = 30.0
 STEPS = 2
 PARITY = 1e-4
 SIZES = {"kv_cache_gb": 0.25}

@@ -15,6 +15,7 @@ from integration.test_rollout_vllm import PARITY, PROMPTS, SAMPLING, SEQUENCES, 
 
 pytestmark = [
     pytest.mark.full,
+    pytest.mark.timeout(400),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm"
     ),

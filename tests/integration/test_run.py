@@ -51,10 +51,12 @@ from nccl_transfer.refs.remote_column import RemoteColumn
 from rlhf.errors import Refused
 from services.models.export import tensors_sha256
 
+pytestmark = pytest.mark.timeout(240)
+
 ROLES = ("actor", "critic", "reference", "reward")
 STEPS = 3
-RUN_TIMEOUT_S = 400.0
-STOP_TIMEOUT_S = 120.0
+RUN_TIMEOUT_S = 150.0
+STOP_TIMEOUT_S = 30.0
 UNEQUAL = ("time/", "mem/", "rank/")
 """Metrics that may differ between runs of one seed."""
 
@@ -264,7 +266,7 @@ def test_services_started_by_hand_as_the_readme_says_give_the_same_run(
     cluster: Cluster, config: Config, tmp_path: Path
 ) -> None:
     expected = run_on(cluster, tmp_path / "up")
-    by_hand = run_config(config, tmp_path, connect_timeout_s=300.0)
+    by_hand = run_config(config, tmp_path, connect_timeout_s=100.0)
     path = write_config(by_hand, tmp_path / "services.toml")
     processes = Processes()
     services = [

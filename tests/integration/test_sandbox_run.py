@@ -8,18 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from integration.harness import (
-    TIMEOUT_S,
-    Cluster,
-    Processes,
-    free_ports,
-    is_listening,
-    wait_until,
-    write_config,
-)
+from integration.harness import Cluster, Processes, free_ports, is_listening, wait_until, write_config
 from integration.test_reward_node import ROLES, ran, within_reach
 from rlhf.errors import ConfigError
 from settings.reward import RewardTable
+
+pytestmark = pytest.mark.timeout(240)
 
 METADATA = {
     "prelude": "def answer():\n    return ",
@@ -59,7 +53,7 @@ def test_a_run_with_the_sandbox_differs_by_kind_and_address_and_in_no_number(
             for name, table in rewards.items():
                 command = ("python", "-m", "services", "reward", "--config", str(path), "--name", name)
                 processes.start(*command, stdout=log, stderr=log)
-                wait_until(lambda address=table.address: is_listening(address), TIMEOUT_S, name)
+                wait_until(lambda address=table.address: is_listening(address), 60, f"{name}")
             exact, exact_config = ran(cluster, config, rewards["reward"].address)
             with pytest.raises(ConfigError, match='kind is "sandbox" there and "function" here'):
                 ran(cluster, config, rewards["sandbox"].address)

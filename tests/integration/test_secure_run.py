@@ -22,11 +22,12 @@ from rlhf.security import Security, adopted
 from settings.security import SecurityTable, load_security
 from settings.strict import read_toml
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-RUN_TIMEOUT_S = 400.0
+START_TIMEOUT_S = 110.0
+RUN_TIMEOUT_S = 150.0
 CALL_S = 5.0
-COMMAND_S = 200.0
+COMMAND_S = 60.0
 OWN = {"actor": "lone_actor", "critic": "critic", "reference": "reference", "reward": "reward"}
 """Services of the config that all tests share, by role."""
 ROLES = tuple(OWN)

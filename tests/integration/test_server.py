@@ -22,7 +22,6 @@ from integration.conftest import Task
 from integration.harness import (
     POLICY_LOSS,
     SHARDED,
-    TIMEOUT_S,
     TWO_STEPS,
     Cluster,
     Pending,
@@ -43,10 +42,10 @@ from rlhf.errors import (
 )
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.models.tokenizers import vocabulary_hash
-from services.runtime.turn_queue import MISSING_S
 
-SOON_S = TIMEOUT_S / 4
-"""Longest a rank may take to end a call that failed or was cancelled: long before its deadline."""
+AT_ONCE_S = 0.5
+SOON_S = 10.0
+"""Longest a rank may take to end a call that failed or was cancelled."""
 SAMPLING = actor_pb2.Sampling(temperature=1.0, max_new_tokens=4)
 LONG_SAMPLING = actor_pb2.Sampling(temperature=50.0, max_new_tokens=56)
 MANY_EPOCHS = actor_pb2.Schedule(epochs=500, mini_batches=1)
@@ -135,11 +134,11 @@ def test_every_rank_is_healthy_and_lists_its_services(actor: Service) -> None:
         channel = actor.channel(rank)
         health: Any = health_pb2_grpc.HealthStub(channel)
         for name in ("", *(f"rlhf.v1.{each}Service" for each in ("Actor", "Rollout", "Worker", "Transfer"))):
-            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=TIMEOUT_S)
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=AT_ONCE_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-        answer = next(stub.ServerReflectionInfo(iter([request]), timeout=TIMEOUT_S))
+        answer = next(stub.ServerReflectionInfo(iter([request]), timeout=5))
         assert {service.name for service in answer.list_services_response.service} == {
             "rlhf.v1.ActorService",
             "rlhf.v1.RolloutService",
@@ -151,14 +150,16 @@ def test_every_rank_is_healthy_and_lists_its_services(actor: Service) -> None:
 
 
 @pytest.mark.parametrize("start", [start_generation, start_update])
-def test_a_busy_rank_answers_while_it_computes(actor: Service, start: Start) -> None:
+def test_a_busy_rank_answers_at_once(actor: Service, start: Start) -> None:
     pending, call_id = start(actor)
     for rank in actor.ranks:
+        began = time.monotonic()
         health: Any = health_pb2_grpc.HealthStub(actor.channel(rank))
-        health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
-        actor.ask("Describe", rank)
-        assert not actor.ask("Cancel", rank, call_id="another").found
+        health.Check(health_pb2.HealthCheckRequest(), timeout=AT_ONCE_S)
+        actor.ask("Describe", rank, timeout_s=AT_ONCE_S)
         status = actor.watch_until(lambda status: True, rank)
+        assert not actor.ask("Cancel", rank, timeout_s=AT_ONCE_S, call_id="another").found
+        assert time.monotonic() - began < AT_ONCE_S
         assert status.call_id == call_id
         assert status.phase == worker_pb2.PHASE_COMPUTING
     actor.cancel(call_id)
@@ -218,9 +219,11 @@ def test_calls_run_in_sequence_order_whatever_order_they_come_in(actor: Service)
 
 def test_a_call_behind_a_missing_one_ends_at_its_deadline_and_says_so(actor: Service) -> None:
     missing = actor.header()
-    for outcome in actor.start("synchronize", timeout_s=0.9 * MISSING_S).outcomes():
+    began = time.monotonic()
+    for outcome in actor.start("synchronize", timeout_s=1.5).outcomes():
         assert isinstance(outcome, DeadlineExceeded)
         assert f"call {missing.sequence}, which never came" in str(outcome)
+    assert time.monotonic() - began < 2.5
 
 
 def test_a_sequence_goes_on_once_the_missing_call_has_come(actor: Service) -> None:
@@ -232,7 +235,7 @@ def test_a_sequence_goes_on_once_the_missing_call_has_come(actor: Service) -> No
 
 def test_a_call_that_gave_up_waiting_does_not_hold_up_the_next(actor: Service) -> None:
     pending, call_id = start_update(actor)
-    outcomes = actor.start("synchronize", timeout_s=2.0).outcomes()
+    outcomes = actor.start("synchronize", timeout_s=1.0).outcomes()
     assert {type(outcome) for outcome in outcomes} == {DeadlineExceeded}
     # The client's own deadline may end a call before the answer of its rank arrives.
     assert any("behind UpdateActor" in str(outcome) for outcome in outcomes)

@@ -17,7 +17,6 @@ from client.rank import RankClient
 from client.session import Session
 from controller import job
 from controller.config.config import Config
-from controller.role_groups import admission
 from controller.role_groups import rejoining as rejoining_module
 from controller.role_groups.cluster import Cluster as ConnectedCluster
 from controller.role_groups.dataflow import FutureBatch
@@ -41,6 +40,8 @@ from nccl_transfer.transports import host_id
 from rlhf.contract import SERVICES, group_methods
 from rlhf.errors import ConfigError, InvalidRequest, Refused
 from rlhf.v1 import actor_pb2
+
+pytestmark = pytest.mark.timeout(120)
 
 ROLES = ("actor", "critic", "reference", "reward")
 SAMPLING = actor_pb2.Sampling(temperature=1.0, max_new_tokens=6)
@@ -167,15 +168,13 @@ def test_weights_that_another_session_keeps_are_not_loaded_anew_below_it(cluster
         assert next_one.origins["reference"].endswith(", fresh")
 
 
-def test_a_run_that_has_ended_leaves_its_services_free_at_once(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(admission, "GONE_WITHIN_S", 0.0)
+def test_a_run_that_has_ended_leaves_its_services_free_at_once(cluster: Cluster, tmp_path: Path) -> None:
     config = cluster.select(critic="critic")
     with connected(config, Session()):
         pass
+    began = time.monotonic()
     with connected(config, Session()):
-        pass
+        assert time.monotonic() - began < 5
 
 
 def test_a_controller_whose_clock_is_behind_is_let_in_and_one_from_the_future_locks_nobody_out(
@@ -387,10 +386,8 @@ def test_an_update_that_ends_after_its_deadline_is_known_to_have_ended(actor: Se
 def test_a_run_whose_connections_are_cut_again_and_again_gives_the_same_numbers(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, began = run_config(cluster, tmp_path), time.monotonic()
+    config = run_config(cluster, tmp_path)
     expected = trained(config)
-    # Where the machine is busy, calls take longer to get through between two cuts.
-    every_s = (time.monotonic() - began) / 8
     proxies: dict[str, Proxy] = {}
 
     def client(service: str, rank: int, address: str, **options: Any) -> RankClient:
@@ -406,7 +403,7 @@ def test_a_run_whose_connections_are_cut_again_and_again_gives_the_same_numbers(
             for each in list(proxies.values()):
                 each.cut()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), every_s)
+                await asyncio.wait_for(stop.wait(), 0.1)
 
     async def main() -> str:
         cutting = asyncio.create_task(cut_them())

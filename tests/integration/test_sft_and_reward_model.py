@@ -26,6 +26,8 @@ from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
 from services.models.sequence_scorer import SequenceScorer
 
+pytestmark = pytest.mark.timeout(180)
+
 LEARNING_RATE = 1e-3
 ONE_STEP = actor_pb2.Schedule(epochs=1, mini_batches=1)
 MOST = 4

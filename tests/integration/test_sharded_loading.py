@@ -34,7 +34,7 @@ from services.models.weights import INDEX_FILE
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 400
+DEADLINE_S = 110
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.full
 
 pytest.importorskip("services.engines.zero.engine")
 
-DEADLINE_S = 400
+DEADLINE_S = 110
 BLOCKS_AT_A_TIME = 4
 """Of which FSDP2 has something while it computes: what it gathers, the same put in place, and the next one."""
 

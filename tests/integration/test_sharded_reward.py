@@ -17,7 +17,7 @@ from integration.test_reward import TIMEOUT_S, TOLERANCE, reward_group, rewards,
 from rlhf.errors import RewardFailed
 from settings.reward import RewardTable
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 
 
 ENGINES: dict[str, dict[str, Any]] = {"fsdp": {}, "zero, stage 3": {"engine": "zero", "zero": {"stage": 3}}}

@@ -24,10 +24,12 @@ from integration.harness import (
 from integration.resuming import Results, Resumable
 from services.runtime.sessions import ABSENCE_S
 
+pytestmark = pytest.mark.timeout(240)
+
 LEARNERS = (("actor", "critic"), ("lone_actor", "cost_critic"))
 """Actor and critic of each run."""
-START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 110.0
+STOP_TIMEOUT_S = 40.0
 
 
 @dataclass
@@ -63,7 +65,7 @@ class Site:
 def results_of(config: Config, barrier: threading.Barrier | None = None) -> Results:
     """Runs PPO, once all threads have come to the barrier, and returns its results."""
     if barrier is not None:
-        barrier.wait(START_TIMEOUT_S)
+        barrier.wait(20)
     return Results.of(job.run(config, "ppo").directory)
 
 

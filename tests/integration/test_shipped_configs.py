@@ -15,6 +15,8 @@ from deploy.quickstart.build import build
 from integration.conftest import Task
 from integration.harness import ROOT, Processes, free_ports
 
+pytestmark = pytest.mark.timeout(400)
+
 EXECUTED = {
     "deploy/quickstart/quickstart.toml": "ppo",
     "deploy/quickstart/disaggregated.toml": "ppo",

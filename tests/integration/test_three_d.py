@@ -12,10 +12,10 @@ from integration.ranks import launch
 from integration.references import STEPS_TOLERANCE, TOLERANCE, References
 from services.models.families import load_value_model
 
-DEADLINE_S = {"fast": 400, "every mesh": 1100}
+DEADLINE_S = {"fast": 240, "every mesh": 1100}
 """Of a launch: beside other tests ranks mostly wait for each other."""
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 Meshes = list[tuple[tuple[int, ...], bool]]
 """p, t, d, where two more numbers are the generation mesh, which permutes the ranks; and whether weights are sharded

@@ -10,7 +10,7 @@ from integration.ranks import launch
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 400
+DEADLINE_S = 110
 SLACK_BYTES = 12 << 20
 """Modules, file headers and what allocators keep."""
 

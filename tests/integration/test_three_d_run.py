@@ -18,9 +18,9 @@ from integration.harness import Processes, free_ports
 from integration.resuming import with_tables
 from settings.engines import ZeroTable
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
-RUN_TIMEOUT_S = 400.0
+RUN_TIMEOUT_S = 130.0
 STEPS = 2
 ROLES = ("actor", "critic", "reference", "reward")
 ACTOR = {"ranks": 4, "engine": "3d", "mesh": "1-2-2"}

@@ -101,6 +101,7 @@ def killed(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_a_controller_that_is_killed_twice_goes_on_with_the_state_of_its_services(
     services: Config, undisturbed: Results, tmp_path: Path
 ) -> None:
@@ -127,6 +128,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_a_controller_that_was_replaced_while_it_was_stopped_changes_nothing(
     services: Config, undisturbed: Results, tmp_path: Path
 ) -> None:
@@ -195,6 +197,7 @@ def test_a_controller_that_is_killed_twenty_times_changes_no_number_and_no_servi
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "fsdp"])
 def test_services_of_every_engine_hold_their_state_for_the_next_controller(
     engine: str, config: Config, tmp_path: Path

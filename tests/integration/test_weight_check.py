@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from integration.ranks import launch
 
-DEADLINE_S = 400
+DEADLINE_S = 120
 WITH_ZERO = importlib.util.find_spec("deepspeed") is not None
 REPLICAS = {
     "3d": ["weight", "exp_avg_sq"],
@@ -30,6 +30,8 @@ SHARDS = {
 }
 """Kinds of tensors of which no other rank has one."""
 needs_zero = pytest.mark.skipif(not WITH_ZERO, reason="DeepSpeed is not installed")
+
+pytestmark = pytest.mark.timeout(DEADLINE_S + 30)
 
 
 def cases(kinds: dict[str, list[str]]) -> list[Any]:

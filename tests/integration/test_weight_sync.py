@@ -27,14 +27,14 @@ from rlhf.errors import Refused
 from rlhf.v1 import actor_pb2
 
 PARITY = 1e-4
-TIMEOUT_S = 300.0
+TIMEOUT_S = 120.0
 PROMPTS = FutureBatch.of(prompt=["1+1=", "12", "7*3=", "a", "99+1", "5", "abc", "0-0"])
 SAMPLING = actor_pb2.Sampling(temperature=1.0, max_new_tokens=6)
 GREEDY = actor_pb2.Sampling(greedy=True, max_new_tokens=6)
 ONCE = actor_pb2.Schedule(epochs=1, mini_batches=1)
 DUMPING = "integration.dumping_rollout:ROLE"
 WITHOUT_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-FULL = pytest.mark.full
+FULL = [pytest.mark.full, pytest.mark.timeout(500)]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ PAIRS = [
             mesh("1-2-1", rollout_engine="vllm", vllm={"kv_cache_gb": 0.25}, startup_timeout_s=240.0),
         ),
         id="3d to vllm 2",
-        marks=[FULL, WITHOUT_VLLM],
+        marks=[*FULL, WITHOUT_VLLM],
     ),
 ]
 

@@ -13,7 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from integration.ranks import launch
 from integration.test_hybrid import SIZES
 
-DEADLINE_S = 400
+DEADLINE_S = 200
+
+pytestmark = pytest.mark.timeout(DEADLINE_S + 60)
 
 
 def case(engine: str, model: str = "untied", *, trained: bool = True, **keys: Any) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from services.models.families import load_value_model
 
 pytest.importorskip("deepspeed")
 
-DEADLINE_S = {"fast": 400, "full": 1100}
+DEADLINE_S = {"fast": 240, "full": 1100}
 """Of a launch: beside other tests ranks mostly wait for each other."""
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 # Case, stage and whether the optimizer is offloaded.
 FAST = [

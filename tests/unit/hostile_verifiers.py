@@ -18,8 +18,6 @@ def obey(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, A
     """Does what the response says; else scores its length."""
     match response:
         case "hang":
-            if "note" in metadata:
-                Path(metadata["note"]).write_text(repr(time.monotonic()))
             signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
             while True:
                 time.sleep(1)

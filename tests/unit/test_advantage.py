@@ -114,9 +114,9 @@ def test_gae_of_no_rows_is_no_rows():
 
 def test_gae_is_fast_enough_for_the_batch_of_the_paper():
     x = random_jagged(np.random.default_rng(0), [1024] * 1024)
-    start = time.process_time()
+    start = time.perf_counter()
     gae(x, x, 0.99, 0.95)
-    assert time.process_time() - start < 1.0
+    assert time.perf_counter() - start < 1.0
 
 
 def test_gae_refuses_columns_of_different_lengths():

@@ -21,6 +21,8 @@ from controller.training.step import Step
 from rlhf import plugins
 from rlhf.errors import ConfigError, InvalidRequest, RlhfError
 
+pytestmark = pytest.mark.timeout(60)
+
 NAMES = ("ppo", "grpo", "rloo", "dapo", "safe_rlhf", "remax", "reinforce_pp", "distill")
 ENTRY_POINTS = cache(entry_points)
 ADAPTIVE = ("algorithm.kl_target=0.01", "algorithm.kl_horizon=200", "algorithm.kl_reward_coefficient=0.05")

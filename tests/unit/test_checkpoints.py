@@ -789,6 +789,7 @@ class Silent:
         return Future()
 
 
+@pytest.mark.timeout(60)
 class TestCheckpointer:
     def test_a_service_finds_its_directory(self, tmp_path: Path) -> None:
         group = Silent()

@@ -33,6 +33,8 @@ from rlhf.contract import group_methods
 from rlhf.errors import ConfigError, InvalidRequest, RewardFailed, RlhfError
 from rlhf.v1 import actor_pb2, common_pb2
 
+pytestmark = pytest.mark.timeout(60)
+
 TIMEOUT_S = 5
 
 

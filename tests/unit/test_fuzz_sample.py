@@ -44,7 +44,7 @@ from settings.reference import ReferenceTable
 from settings.reward import RewardTable
 from settings.rollout import RolloutServiceTable
 
-pytestmark = pytest.mark.usefixtures("process_group")
+pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.timeout(180)]
 
 CALLS, REQUESTS = 4_700, 5_000
 """Some calls have several requests."""

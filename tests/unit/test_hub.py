@@ -23,6 +23,8 @@ from settings.hub import commit_of, hub_model
 from settings.hub_download import why
 from settings.reference import ReferenceTable
 
+pytestmark = pytest.mark.timeout(60)
+
 FILES = {
     "config.json": b'{"model_type": "llama"}',
     "tokenizer.json": b"{}",

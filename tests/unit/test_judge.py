@@ -167,13 +167,14 @@ def test_a_call_past_its_deadline_ends_while_the_judge_thinks(endpoint: Endpoint
     released = threading.Event()
 
     def answer(number: int, body: Any) -> Reply:
-        answered.append(released.wait(100))
+        released.wait(10)
         return 200, {}, completion("Score: 1")
 
-    endpoint.answer, answered = answer, list[bool]()
+    endpoint.answer = answer
+    started = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         judged(table(endpoint), "a", context=call(timeout_s=0.3))
-    assert not answered
+    assert time.monotonic() - started < 5
     released.set()
 
 

@@ -14,6 +14,8 @@ from client.gate import Gate
 from controller.role_groups.placement import Placement
 from controller.training.loop import OpenStep, StepLoop
 
+pytestmark = pytest.mark.timeout(600)
+
 
 def test_random_schedules_train_each_row_once_within_the_bound() -> None:
     check_all(map(Schedule.drawn, range(300)))

@@ -13,6 +13,8 @@ from controller.config.config import load
 from controller.role_groups.residency import NO_MOVES, Demand, Moves, Residency
 from rlhf.errors import ConfigError, RlhfError
 
+pytestmark = pytest.mark.timeout(60)
+
 LIMITED = "device_memory_gb=1e-6"
 """The models of simulated runs are not on this host, so that each takes a device of any size for itself."""
 MODELS = ("actor", "critic", "reference")

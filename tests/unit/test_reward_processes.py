@@ -83,15 +83,12 @@ def test_a_verifier_that_fails_costs_its_row_only_and_the_pool_goes_on(
         assert [verdict.score for verdict in (first, *others)] == [1, 2, 3, 4]
 
 
-def test_many_hanging_verifiers_hang_side_by_side(scorer: ProcessScorer, tmp_path: Path) -> None:
+def test_many_hanging_verifiers_are_killed_side_by_side(scorer: ProcessScorer) -> None:
     scorer.score_texts(rows("a", "a"), call())
-    hanging = rows("hang", "hang")
-    for number, row in enumerate(hanging):
-        row.metadata.update({"note": str(tmp_path / str(number))})
-    verdicts = scorer.score_texts(hanging, call())
+    started = time.monotonic()
+    verdicts = scorer.score_texts(rows("hang", "hang"), call())
     assert all(verdict.error for verdict in verdicts)
-    one, other = (float(note.read_text()) for note in tmp_path.iterdir())
-    assert abs(one - other) < ROW_TIMEOUT_S, "the second began when the first had been killed"
+    assert time.monotonic() - started < 2 * ROW_TIMEOUT_S
 
 
 def test_what_a_verifier_prints_is_no_verdict_and_there_is_nothing_to_read(scorer: ProcessScorer) -> None:

@@ -316,14 +316,15 @@ def test_closing_raises_nothing_and_takes_a_bounded_time_while_the_loop_is_busy(
     for module in (cluster_module, loop_module):
         monkeypatch.setattr(module, "CLOSE_S", 0.05, raising=False)
     config = cast(Any, SimpleNamespace(device_memory_gb=None))
-    cluster, is_over, ends = Cluster(config, Session()), threading.Event(), list[bool]()
+    cluster, is_over = Cluster(config, Session()), threading.Event()
 
     async def block() -> None:
-        ends.append(is_over.wait(200))
+        is_over.wait(20)
 
     cluster._loop.start(block())
+    began = time.monotonic()
     cluster.close()
-    assert not ends
+    assert time.monotonic() - began < 2
     is_over.set()
 
 

@@ -223,6 +223,7 @@ async def deliver(
             await asyncio.sleep(0)
 
 
+@pytest.mark.timeout(120)
 @given(size=st.integers(2, 3), arrivals=ARRIVALS)
 @settings(deadline=None, max_examples=60)
 def test_ranks_run_the_calls_of_all_sessions_in_one_order_whatever_the_order_of_arrival(
@@ -243,6 +244,7 @@ def test_ranks_run_the_calls_of_all_sessions_in_one_order_whatever_the_order_of_
 LOST = st.sets(st.tuples(st.integers(0, 2), st.just("a"), st.integers(2, 5)), max_size=4)
 
 
+@pytest.mark.timeout(120)
 @given(size=st.integers(2, 3), arrivals=ARRIVALS, lost=LOST, ends=st.booleans())
 @settings(deadline=None, max_examples=25)
 def test_a_session_whose_calls_are_lost_or_that_ends_does_not_disturb_the_others(

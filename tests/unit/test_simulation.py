@@ -331,6 +331,7 @@ def test_the_command_needs_one_source_of_durations() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_a_thousand_ranks_for_twenty_steps() -> None:
     """The bar: at most two minutes of CPU for 20 steps of PPO on three services of 1,024 ranks each."""
     found = many_ranks(20)

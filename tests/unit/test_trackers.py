@@ -314,6 +314,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 @needs("wandb")
+@pytest.mark.timeout(180)
 def test_wandb_offline_has_each_step_once_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +345,7 @@ def test_wandb_without_a_key_is_refused_without_asking_for_one(tmp_path: Path) -
 
 
 @needs("mlflow")
+@pytest.mark.timeout(180)
 def test_mlflow_has_each_step_once_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, store = tmp_path / "run", tmp_path / "store"
     run_dir.mkdir()

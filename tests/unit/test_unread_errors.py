@@ -19,6 +19,8 @@ from controller.training.run import Run
 from controller.training.step import Step
 from rlhf.errors import CallCancelled, DeadlineExceeded, RlhfError, UpdateRejected
 
+pytestmark = pytest.mark.timeout(60)
+
 WAYS = [
     (),
     ("run.ahead=1",),
