@@ -34,8 +34,17 @@ class Loop:
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None, name: str = "grpc") -> None:
         self._loop = loop or uvloop.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        """Runs the loop until `close`. A task that raises SystemExit, as `sys.exit` does, ends alone: its future has the
+        exception, and asyncio raises it here too."""
+        while True:
+            try:
+                return self._loop.run_forever()
+            except SystemExit:
+                continue
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine on the loop and returns a future of its result. Thread-safe. Cancelling the future drops

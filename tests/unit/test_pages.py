@@ -182,7 +182,7 @@ TABLES: dict[str, type[Strict]] = {
     "tracking": TrackingTable,
 }
 OTHER_NAMES = {*dir(Run), "loader", "md", "toml", "json", "py"}
-"""What `run.` may begin besides keys, and ends of file names."""
+"""Names after `run.`, and suffixes of files, that look like keys and are none."""
 
 
 @pytest.mark.parametrize("page", [page for page in OF_NOW if page != "docs/migrating.md"])
