@@ -38,8 +38,8 @@ class Loop:
         self._thread.start()
 
     def _run(self) -> None:
-        """Runs the loop until `close`. A task that raises SystemExit, as `sys.exit` does, ends alone: its future has the
-        exception, and asyncio raises it here too."""
+        """Runs the loop until `close`. A task that raises SystemExit ends alone: its future has the exception, which
+        asyncio raises here too."""
         while True:
             try:
                 return self._loop.run_forever()
