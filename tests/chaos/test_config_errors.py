@@ -263,7 +263,7 @@ def test_a_dry_run_refuses_what_a_run_would(site: Site) -> None:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_run_stopped_while_it_builds_the_quickstart_leaves_nothing_half_built(
     site: Site, number: signal.Signals
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_killed_rank_or_launcher_ends_the_run_and_all_services_and_is_named(
     assert small.is_quiet()
 
 
+@pytest.mark.full
 def test_a_stopped_rank_of_a_launched_service_does_not_survive_the_run(small: Site) -> None:
     run = small.controller(f"run.call_timeout_s={CALL_TIMEOUT_S}", algorithm=ROLLOUTS, launch=True)
     wait_for_call(run, small.address("actor"), "GenerateSequences")

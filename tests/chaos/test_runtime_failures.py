@@ -327,7 +327,9 @@ def test_a_reward_that_hangs_ends_the_run_at_the_deadline_and_its_rank_leaves(
 ) -> None:
     client.write_rows("train.jsonl", ["hang"] * 64)
     address = client.address("reward")
-    ended = client.controller(f"run.call_timeout_s={CALL_TIMEOUT_S}").end(CALL_TIMEOUT_S + ENDS_WITHIN_S)
+    # Few rows: those that are generated before have the same deadline.
+    run = client.controller(f"run.call_timeout_s={CALL_TIMEOUT_S}", "data.prompts_per_step=8")
+    ended = run.end(CALL_TIMEOUT_S + ENDS_WITHIN_S)
     assert ended.code == 1
     assert (
         ended.line == f"error: reward rank 0 ({address}) ComputeReward: no answer within {CALL_TIMEOUT_S} s"
@@ -354,6 +356,7 @@ def test_a_killed_rank_is_named_with_its_method_and_its_service_ends(client: Sit
     assert not cluster.site.processes("services", "actor")
 
 
+@pytest.mark.full
 def test_a_killed_torchrun_takes_its_ranks_along(client: Site, cluster: Services) -> None:
     address = client.address("reference")
     run = client.controller()
@@ -402,6 +405,7 @@ def test_a_rank_that_is_stopped_in_a_long_call_is_named_within_20_s(
     cluster.torchruns[name].end(ENDS_WITHIN_S)
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_named_at_the_deadline_and_its_peer_leaves(client: Site, cluster: Services) -> None:
     peer, rank = (psutil.Process(cluster.rank("actor", number).pid) for number in (0, 1))
     address = cluster.rank("actor", 1).endpoint.address

@@ -82,7 +82,12 @@ APART = ("transfer/", "rollout/kl", "rollout/parity", "actor/rollout_cut")
     ("algorithm", "same", "other"),
     [
         ("grpo", ("run.ahead=2", "rollout.segments=2"), ("rollout.chunks=3", *OTHER["rollout"][1])),
-        ("ppo", (*TURNS, *SAME["reward"][0], *SAME["adapters"][0]), (*VALUES, *OTHER["critic"][0])),
+        pytest.param(
+            "ppo",
+            (*TURNS, *SAME["reward"][0], *SAME["adapters"][0]),
+            (*VALUES, *OTHER["critic"][0]),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_features_that_meet(

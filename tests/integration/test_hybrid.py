@@ -36,7 +36,6 @@ FAST = {
     4: [
         ((1, 2, 2, 1, 1), "hybridflow"),
         ((2, 2, 1, 1, 2), "hybridflow"),
-        ((4, 1, 1, 1, 1), "hybridflow"),
         ((2, 2, 1, 2, 1), "hybridflow_v"),
         ((1, 2, 2, 1, 1), "gather_all"),
         ((1, 2, 2, 1, 1), "hybridflow sharded"),
@@ -45,6 +44,7 @@ FAST = {
 EVERY = {
     4: [
         *FAST[4],
+        ((4, 1, 1, 1, 1), "hybridflow"),
         ((2, 2, 1, 2, 1), "hybridflow"),
         ((2, 1, 2, 1, 1), "hybridflow"),
         ((1, 2, 2, 1, 1), "hybridflow_v"),

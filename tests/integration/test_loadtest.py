@@ -260,7 +260,7 @@ def test_every_role_can_be_tested_and_keeps_no_rows(
         "--rows",
         "4",
         "--duration",
-        "0.5",
+        "2",
         "--warmup",
         "0.2",
         "--prompt-length",

@@ -166,7 +166,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("num_ranks", "cases"),
     [
         pytest.param(2, TWO_RANKS, id="2"),
-        pytest.param(2, TWO_RANKS_MORE, id="2-more"),
+        pytest.param(2, TWO_RANKS_MORE, id="2-more", marks=pytest.mark.full),
         pytest.param(4, FOUR_RANKS, id="4"),
         pytest.param(2, MORE_OF_FSDP, id="2-fsdp", marks=pytest.mark.full),
         pytest.param(2, MORE_OF_MIXTURES, id="2-mixtures", marks=pytest.mark.full),

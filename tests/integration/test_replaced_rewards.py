@@ -116,6 +116,7 @@ def test_a_reward_that_dies_on_a_row_each_time_ends_the_run_with_the_cause(
     assert not run.processes.living()
 
 
+@pytest.mark.full
 def test_with_restarts_0_a_lost_reward_ends_the_run_as_that_of_any_other_service(
     small: Config, tmp_path: Path
 ) -> None:
@@ -164,6 +165,7 @@ def test_a_run_waits_for_a_reward_that_something_else_starts_again(
         assert "waiting up to 120 s until services.reward serves again" in out.replace("\n", " ")
 
 
+@pytest.mark.full
 def test_a_reward_model_that_reads_tokens_may_lose_one_of_its_ranks(config: Config, tmp_path: Path) -> None:
     """Of two ranks, one is killed in a call; both are started again, on other ports, and read rows of the actor."""
     names = {"actor": "lone_actor", "reward": "tensor_scorer"}
@@ -191,6 +193,7 @@ def kill_in_a_call(run: Resumable, process: Any) -> None:
     os.kill(last, signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_a_reward_that_nothing_starts_again_ends_the_run_at_its_deadline_and_ctrl_c_ends_the_wait(
     small: Config, tmp_path: Path
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_run_that_is_killed_with_its_services_goes_on_with_the_same_results(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_resumed_run_may_have_another_learning_rate_and_says_so(small: Config, tmp_path: Path) -> None:
     config = with_tables(small, run={"steps": 2}, checkpoint={"at_end": True})
     key = "services.actor.optimizer.learning_rate"

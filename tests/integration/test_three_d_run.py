@@ -111,6 +111,7 @@ def test_a_mesh_gives_the_numbers_of_one_rank(finished: Path, config: Config, tm
     assert_same_numbers(finished, run(config, tmp_path, {"actor": {"ranks": 1}}), SAME)
 
 
+@pytest.mark.full
 def test_ranks_that_divide_rows_give_the_numbers_of_one_rank(config: Config, tmp_path: Path) -> None:
     config = with_tables(config, data={"max_prompt_tokens": ROW_TOKENS - config.rollout.max_response_tokens})
     # The actor's two data ranks of two ranks each generate as two replicas of two.

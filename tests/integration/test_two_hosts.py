@@ -280,6 +280,7 @@ def serving(
         processes.kill()
 
 
+@pytest.mark.full
 def test_services_on_two_hosts_give_the_numbers_of_one(
     hosts: TwoHosts, apart: Config, one_host: Outcome, tmp_path: Path
 ) -> None:
@@ -437,6 +438,7 @@ def test_a_host_whose_supervisor_is_killed_ends_the_run_and_the_services_of_the_
         wait_until(lambda: not processes.living(), END_S, "the end of all processes on both hosts")
 
 
+@pytest.mark.full
 def test_a_host_that_is_killed_between_runs_ends_the_services_of_the_other(
     hosts: TwoHosts, nodes: dict[str, str], tmp_path: Path
 ) -> None:
@@ -448,6 +450,7 @@ def test_a_host_that_is_killed_between_runs_ends_the_services_of_the_other(
         wait_until(lambda: not processes.living(), END_S, "the end of all processes on both hosts")
 
 
+@pytest.mark.full
 def test_hosts_with_different_configs_say_which_keys_differ(
     hosts: TwoHosts, nodes: dict[str, str], tmp_path: Path
 ) -> None:
