@@ -192,10 +192,12 @@ def _user_name(uid: int) -> str:
 
 
 def _parse(text: str) -> Deployment | None:
-    """Returns the deployment of a file's text; None for the empty text of a file that has just been made."""
-    if not text:
+    """Returns the deployment of a file's text; None for the empty text of a file that has just been made, and for one
+    whose supervisor was killed while it wrote it, which is before it starts anything."""
+    try:
+        values = json.loads(text)
+    except ValueError:
         return None
-    values = json.loads(text)
     return Deployment(**{**values, "settings": tuple(values["settings"])})
 
 

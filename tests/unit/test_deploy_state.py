@@ -95,3 +95,16 @@ def test_a_deployment_whose_file_was_removed_ends_and_leaves_that_of_the_next(
         with claimed():
             first.close()
             assert file()
+
+
+def test_a_file_that_its_killed_supervisor_has_not_written_to_the_end_is_written_anew(
+    tmp_path: Path, directory: Path
+) -> None:
+    deployment = Deployment(str(tmp_path / "run.toml"), str(tmp_path))
+    with state.claim(deployment, grace_s=1):
+        (file,) = directory.iterdir()
+        whole = file.read_text()
+    file.write_text(whole[: len(whole) // 2])
+    assert state.find(tmp_path / "run.toml") is None
+    with state.claim(deployment, grace_s=1):
+        assert state.find(tmp_path / "run.toml") == deployment
