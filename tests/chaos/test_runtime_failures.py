@@ -328,7 +328,7 @@ def test_a_reward_that_hangs_ends_the_run_at_the_deadline_and_its_rank_leaves(
     client.write_rows("train.jsonl", ["hang"] * 64)
     address = client.address("reward")
     # Few rows: those that are generated before have the same deadline.
-    run = client.controller(f"run.call_timeout_s={CALL_TIMEOUT_S}", "data.prompts_per_step=8")
+    run = client.controller(f"run.call_timeout_s={CALL_TIMEOUT_S}", "data.prompts_per_step=16")
     ended = run.end(CALL_TIMEOUT_S + ENDS_WITHIN_S)
     assert ended.code == 1
     assert (
