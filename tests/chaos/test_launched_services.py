@@ -60,7 +60,11 @@ def assert_nothing_is_left(site: Site) -> None:
 @pytest.mark.parametrize(
     ("victim", "cause"),
     [
-        (rank_1, r"service actor: rank 1 was killed by SIGKILL \(log: \S+/logs/actor\.log\)"),
+        pytest.param(
+            rank_1,
+            r"service actor: rank 1 was killed by SIGKILL \(log: \S+/logs/actor\.log\)",
+            marks=pytest.mark.full,
+        ),
         (launcher, r"the launcher of the services \(rlhf-deploy, pid \d+\) was killed by SIGKILL"),
     ],
 )
@@ -95,6 +99,7 @@ def test_a_stopped_rank_of_a_launched_service_does_not_survive_the_run(small: Si
     assert_nothing_is_left(small)
 
 
+@pytest.mark.full
 def test_sigterm_in_the_middle_of_a_call_stops_the_launched_services(small: Site) -> None:
     run = small.controller(algorithm=ROLLOUTS, launch=True)
     wait_for_call(run, small.address("actor"), "GenerateSequences")

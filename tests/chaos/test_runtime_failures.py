@@ -234,7 +234,7 @@ def test_an_algorithm_that_needs_a_service_the_config_lacks_names_it(client: Sit
     ("ground_truth", "cause"),
     [
         ("raise", "chaos_plugins:score raised ZeroDivisionError: no score for 63+1="),
-        ("nan", "score is not finite: nan"),
+        pytest.param("nan", "score is not finite: nan", marks=pytest.mark.full),
         pytest.param("huge", "score 1e+40 is not a float32 number", marks=pytest.mark.full),
     ],
 )
@@ -302,7 +302,7 @@ def test_a_summary_that_does_not_fit_on_the_disk_is_no_success(client: Site) -> 
     assert ended.line == f"error: run directory {where}: no space left on device while writing summary.json"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_run_that_is_told_to_stop_stops_its_calls_and_frees_its_rows(
     client: Site, number: signal.Signals
 ) -> None:

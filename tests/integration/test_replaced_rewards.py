@@ -151,6 +151,7 @@ def kept_running(config: Config, directory: Path) -> Iterator[Processes]:
                 keeper.join(0.1)
 
 
+@pytest.mark.full
 def test_a_run_waits_for_a_reward_that_something_else_starts_again(
     small: Config, expected: Results, tmp_path: Path
 ) -> None:

@@ -185,7 +185,7 @@ def test_services_take_turns_in_the_memory_of_a_device(device: Device, tmp_path:
     assert outcome(executed(device.limited, tmp_path / "again")) == outcome(free)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_actor_trains_in_the_memory_that_it_generated_in(
     config: Config, task: Task, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
