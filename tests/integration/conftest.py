@@ -98,8 +98,11 @@ def _write_scorer(directory: Path, tokenizer: Any) -> None:
 @pytest.fixture(scope="session")
 def config(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """All services that are up, with free ports; a run selects some of them."""
+    # With matmul = "auto" each service measures for itself, and two that are started at different loads may differ.
+    same = {"matmul": "mkl"}
     # Tests have directories of their own below the one of all tests.
     learner = {
+        **same,
         "model": task.model,
         "optimizer": {"learning_rate": 3e-4},
         "output_roots": [tmp_path_factory.getbasetemp()],
@@ -112,11 +115,11 @@ def config(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Config:
         "cost_critic": {"role": "critic", **learner},
         # Reads the same ids as the others, but its tokenizer says that it means something else by them.
         "cut_critic": {"role": "critic", "ranks": 2, **learner, **cut, "model": task.renumbered},
-        "reference": {"role": "reference", "model": task.model},
+        "reference": {"role": "reference", "model": task.model, **same},
         "reward": {"role": "reward", "function": "toy_rewards:digit_mean"},
         "verdicts": {"role": "reward", "ranks": 1, "function": "toy_rewards:by_metadata"},
-        "tensor_scorer": {"role": "reward", "kind": "model", "model": task.scorer, "input": "tensor"},
-        "text_scorer": {"role": "reward", "kind": "model", "model": task.own_scorer, "input": "text"},
+        "tensor_scorer": {"role": "reward", "kind": "model", "model": task.scorer, "input": "tensor", **same},
+        "text_scorer": {"role": "reward", "kind": "model", "model": task.own_scorer, "input": "text", **same},
     }
     ports = iter(free_ports(len(tables)))
     return Config.model_validate(

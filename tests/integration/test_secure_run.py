@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from controller.config.config import Config
-from integration.harness import Cluster, Processes, Service, free_ports, write_config
+from integration.harness import Processes, Service, free_ports, write_config
 from integration.listeners import assert_closed
 from rlhf.access import LIBRARY_METHODS, Access
 from rlhf.contract import SERVICES
@@ -81,17 +81,11 @@ def codes(channel: grpc.Channel, role: str, token: str | None) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def site(
-    config: Config, cluster: Cluster, certificates: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Site]:
+def site(config: Config, certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("secure")
     roles = {**OWN, "cost": "reward"}
-    # Rows over each of the transports that have sockets; on the libraries that the services of all tests have measured.
-    changes = {
-        "actor": {"matmul": matmul(cluster, "lone_actor")},
-        "critic": {"transports": ("tcp",), "matmul": matmul(cluster, "critic")},
-        "reference": {"transports": ("grpc",), "matmul": matmul(cluster, "reference")},
-    }
+    # Rows over each of the transports that have sockets.
+    changes = {"critic": {"transports": ("tcp",)}, "reference": {"transports": ("grpc",)}}
     services = {
         name: config.services[own].model_copy(
             update={"address": f"127.0.0.1:{port}", **changes.get(name, {})}
@@ -107,11 +101,6 @@ def site(
         yield Site(chosen, path, load_security(certificates), directory, processes)
     finally:
         processes.kill()
-
-
-def matmul(cluster: Cluster, name: str) -> str:
-    with cluster.service(name) as service:
-        return service.description.matmul
 
 
 @pytest.mark.parametrize("role", [*ROLES, "cost"])

@@ -105,9 +105,8 @@ def hosts() -> Iterator[TwoHosts]:
 
 
 def addressed(config: Config, addresses: dict[str, str], directory: Path) -> Config:
-    # With matmul = "auto" each service measures for itself, and two that are started at different loads may differ.
     services = {
-        role: config.services[role].model_copy(update={"address": address, "matmul": "mkl"})
+        role: config.services[role].model_copy(update={"address": address})
         for role, address in addresses.items()
     }
     run = config.run.model_copy(update={"directory": directory, "steps": 2})
