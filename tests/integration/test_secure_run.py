@@ -124,6 +124,7 @@ def test_no_method_of_any_role_answers_a_stranger(
             assert codes(channel, role, token) == {expected}
 
 
+@pytest.mark.usefixtures("cluster")
 def test_a_run_on_services_with_certificates_has_the_numbers_of_one_without(
     site: Site, config: Config
 ) -> None:
