@@ -224,13 +224,8 @@ def check_best(checkpoint: CheckpointTable, run: RunTable) -> None:
 
 
 def check_segments(run: RunTable, rollout: RolloutTable) -> None:
-    """Raises ValueError where responses have more segments than tokens or than steps are open, or stop strings, which a
-    segment could cut."""
-    if rollout.segments > rollout.max_response_tokens:
-        raise ValueError(
-            f"rollout.segments: {rollout.segments} is more than rollout.max_response_tokens, "
-            f"{rollout.max_response_tokens}: each segment adds a token at least"
-        )
+    """Raises ValueError where responses have more segments than steps are open, or stop strings, which a segment could
+    cut."""
     if rollout.segments > run.ahead + 1:
         raise ValueError(
             f"rollout.segments: {rollout.segments} is more than run.ahead + 1, {run.ahead + 1}: the last segment of a "

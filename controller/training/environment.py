@@ -80,8 +80,6 @@ def environment_factory(table: EnvironmentTable) -> Callable[..., Any] | None:
         raise ConfigError(f"rollout.environment.factory: {error}") from error
     if not callable(found):
         raise ConfigError(f"rollout.environment.factory: {table.factory} cannot be called")
-    if inspect.isclass(found) and not callable(getattr(found, "step", None)):
-        raise ConfigError(f"rollout.environment.factory: {table.factory} has no method step")
     row = {"prompt": "", "ground_truth": "", "metadata": {}}
     if taken := sorted(row.keys() & table.options.keys()):
         raise ConfigError(f"rollout.environment.options: {', '.join(taken)}: fields of the row, no options")

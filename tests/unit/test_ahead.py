@@ -122,10 +122,6 @@ def test_a_response_goes_on_after_the_next_step_has_generated_and_before_the_upd
         (("rollout.segments=2",), "rollout.segments: 2 is more than run.ahead . 1, 1"),
         (("rollout.segments=3", "run.ahead=1"), "rollout.segments: 3 is more than run.ahead . 1, 2"),
         (
-            ("rollout.segments=3", "run.ahead=2", "rollout.max_response_tokens=2"),
-            "rollout.segments: 3 is more than rollout.max_response_tokens, 2",
-        ),
-        (
             ("rollout.segments=2", "run.ahead=1", "rollout.stop=['x']"),
             "rollout.stop: does not go with rollout.segments 2",
         ),

@@ -303,7 +303,6 @@ def test_a_reward_that_is_no_finite_number_fails_the_episode(make: Make, reward:
     [
         ("no_such_module:Own", "rollout.environment.factory: .*no_such_module"),
         ("json:decoder", "rollout.environment.factory: json:decoder cannot be called"),
-        ("types:SimpleNamespace", "rollout.environment.factory: types:SimpleNamespace has no method step"),
     ],
 )
 def test_a_factory_that_cannot_be_used_is_refused(name: str, said: str) -> None:
