@@ -52,7 +52,6 @@ LONGEST_FILES = (
     "test_shared",
     "test_shipped_configs",
     "test_secure_run",
-    "test_combinations",
     "test_episodes_run",
     "test_plugin_role",
     "test_lora_ranks",

@@ -77,17 +77,12 @@ APART = ("transfer/", "rollout/kl", "rollout/parity", "actor/rollout_cut")
 """Metrics that depend on where rows are, or are rounding itself."""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("algorithm", "same", "other"),
     [
         ("grpo", ("run.ahead=2", "rollout.segments=2"), ("rollout.chunks=3", *OTHER["rollout"][1])),
-        pytest.param(
-            "ppo",
-            (*TURNS, *SAME["reward"][0], *SAME["adapters"][0]),
-            (*VALUES, *OTHER["critic"][0]),
-            marks=pytest.mark.full,
-        ),
+        ("ppo", (*TURNS, *SAME["reward"][0], *SAME["adapters"][0]), (*VALUES, *OTHER["critic"][0])),
     ],
 )
 def test_features_that_meet(

@@ -145,7 +145,7 @@ def check_notebook_run(directory: Path, processes: Processes) -> None:
     assert not processes.living()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_cells_of_the_notebook_run_under_a_running_loop_and_leave_the_process_as_it_was(
     notebook: Path, processes: Processes
 ) -> None:

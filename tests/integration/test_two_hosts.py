@@ -418,6 +418,7 @@ def test_one_command_on_each_host_starts_its_ranks_and_gives_the_numbers_of_one_
     assert {log.stem for log in (logs / "node-1").glob("*.log")} == services[1]
 
 
+@pytest.mark.full
 def test_a_host_whose_supervisor_is_killed_ends_the_run_and_the_services_of_the_other(
     hosts: TwoHosts, nodes: dict[str, str], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from transformers import Qwen2Config
 
 from deploy.cli import main as deploy
 from deploy.quickstart.build import make_tokenizer
+from integration.harness import free_ports
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 QWEN_7B = Qwen2Config(
@@ -26,6 +27,7 @@ QWEN_7B = Qwen2Config(
     architectures=["Qwen2ForCausalLM"],
 )
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+ADDRESSES = ("127.0.0.1:7101", "127.0.0.1:7102", "127.0.0.1:7103")
 HUB_MODEL, HUB_DATA = '"Qwen/Qwen2.5-7B-Instruct"', 'train = "openai/gsm8k"'
 
 
@@ -45,6 +47,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     text = found[1]
     assert text.count(HUB_MODEL) == 2
     assert text.count(HUB_DATA) == 1
+    for address, port in zip(ADDRESSES, free_ports(len(ADDRESSES)), strict=True):
+        assert text.count(address) == 1
+        text = text.replace(address, f"127.0.0.1:{port}")
     text = text.replace(HUB_MODEL, f'"{model}"').replace(HUB_DATA, f'train = "{rows}"\nheldout_rows = 72')
     path = tmp_path / "gsm8k.toml"
     path.write_text(text.replace('subset = "main"\n', ""))
