@@ -447,6 +447,22 @@ def test_a_run_waits_for_the_session_of_a_dead_controller_alone() -> None:
     assert wait_for(Holder(connected=1, gone=0), Session(take_over=True), is_patient=False) == []
 
 
+def test_what_a_rank_has_said_before_the_wait_for_another_does_not_count() -> None:
+    holders = {"first": Holder(connected=0, gone=2), "second": Holder(connected=1, gone=1)}
+    clients = []
+    for address in holders:
+        client = RankClient.__new__(RankClient)
+        client.service, client.address = "actor", address
+        clients.append(client)
+
+    async def describe(client: RankClient) -> worker_pb2.DescribeResponse:
+        return await holders[client.address].describe(client)
+
+    groups: dict[str, Any] = {"actor": SimpleNamespace(clients=clients)}
+    asyncio.run(wait_until_free(groups, Session(), describe))
+    assert [holder.left for holder in holders.values()] == [[], []]
+
+
 def test_a_resumed_run_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "GONE_WITHIN_S", 0.0)
     with pytest.raises(Refused, match="is in use by run before"):
