@@ -28,9 +28,12 @@ def group_sizes(group: np.ndarray) -> np.ndarray:
 
 
 def group_means(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Returns for each response the mean score of its group [rows]; 0 for a response that is alone in its group."""
+    """Returns for each response the mean score of its group [rows], exactly where all are equal; 0 for a response that
+    is alone in its group."""
     sizes = group_sizes(group)
-    return np.where(sizes > 1, _group_sums(scores, group) / sizes, 0.0)
+    # A mean that is rounded would give equal scores advantages, which a standard deviation close to 0 makes large.
+    means = np.where(differs_within(scores, group), _group_sums(scores, group) / sizes, scores)
+    return np.where(sizes > 1, means, 0.0)
 
 
 def group_stds(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
