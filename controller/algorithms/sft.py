@@ -36,6 +36,8 @@ def sft(run: Run) -> None:
 
 def mean_loss(values: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Returns the metrics loss, the mean negative log-likelihood per held-out response token in nats, and perplexity,
-    its exponential; from `values` "loss", the sum over each response, and "tokens", its length [rows]."""
+    its exponential, infinite where the loss exceeds 709; from `values` "loss", the sum over each response, and
+    "tokens", its length [rows]."""
     loss = float(values["loss"].sum() / values["tokens"].sum())
-    return {"loss": loss, "perplexity": math.exp(loss)}
+    # The largest float is between exp(709) and exp(710).
+    return {"loss": loss, "perplexity": math.inf if loss > 709 else math.exp(loss)}
