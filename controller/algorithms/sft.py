@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from controller.advantage.columns import row_sums
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import SCHEDULE, algorithm
 from controller.training.evaluation import Evaluation, Measured
@@ -25,9 +26,7 @@ def sft(run: Run) -> None:
         batch = heldout | actor.tokenize(heldout)
         batch |= actor.log_likelihood(batch)
         log_probs = run.fetch(batch, "log_probs")["log_probs"]
-        sums = np.add.reduceat(np.append(log_probs.values, 0.0), log_probs.offsets[:-1], dtype=np.float64)
-        sums[log_probs.lengths == 0] = 0
-        return {"loss": -sums, "tokens": log_probs.lengths}, [batch]
+        return {"loss": -row_sums(log_probs), "tokens": log_probs.lengths}, [batch]
 
     for step in run.steps(Evaluation(measure, mean_loss)):
         batch = step.prompts | actor.tokenize(step.prompts)
