@@ -128,7 +128,7 @@ MORE_OF_ZERO = {
     "zero-3, frozen": (replace(ZERO, zero_stage=3, learns=False), FEW),
 }
 FOUR_RANKS = {
-    "1-2-2, generating on 1-1-2-2": (replace(THREE_D, rollout=RolloutUse(in_place=True)), MANY),
+    "1-2-2, generating on 1-1-2-2": (replace(THREE_D, rollout=RolloutUse()), MANY),
     "1-2-2, sharded over data, bfloat16, few tokens": (
         replace(THREE_D, shards_over_data=True, dtype="bfloat16"),
         FEW,
