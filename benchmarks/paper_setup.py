@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from controller.mapping.dataflow import SYNC, Call
 from controller.mapping.devices import DeviceGroup
@@ -43,7 +44,7 @@ def ppo_problem(
         role = "critic" if name.endswith("critic") else name
         head: HeadKind = {"critic": "value", "reward": "score"}.get(role, "lm")  # type: ignore[assignment]
         use = ModelUse(
-            shape.with_head(head),
+            replace(shape, head=head),
             engine="none" if role == "rollout" else "3d",
             dtype="bfloat16",
             learns=role in ("actor", "critic"),

@@ -35,6 +35,14 @@ MOVE_A_MODEL = (
 )
 """Python names of the methods that write, read or move a whole model; their timeout is `Session.save_timeout_s`."""
 
+_MONOTONIC_BEGAN_S = time.time() - time.monotonic()
+
+
+def steady_unix_s() -> float:
+    """Returns the Unix time in seconds, counted by the monotonic clock since this module was imported: differences are
+    durations, also where the host's clock is corrected meanwhile."""
+    return _MONOTONIC_BEGAN_S + time.monotonic()
+
 
 class StepContext:
     """A training step and the calls made in it. The random numbers of a call depend on the number of the step and on
@@ -157,7 +165,7 @@ class Session:
         balance: Whether sequences are distributed over data ranks by their estimated cost instead of by count.
         take_over: Whether the session may end another session that holds the services.
         newest: The step begun last; calls that name no step belong to it.
-        now: Function that returns the time of the run, Unix time in seconds. Default: that of this host.
+        now: Function that returns the time of the run, Unix time in seconds. Default: `steady_unix_s`.
     """
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -168,7 +176,7 @@ class Session:
     balance: bool = True
     take_over: bool = False
     newest: StepContext = field(default_factory=lambda: StepContext(0))
-    now: Callable[[], float] = time.time
+    now: Callable[[], float] = steady_unix_s
     _call_numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:

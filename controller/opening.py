@@ -248,7 +248,7 @@ def _new_directory(plan: Plan) -> Iterator[RunDirectory]:
     """Context manager that makes the run directory, and removes it again where the run ends with an error before it
     has written anything of use."""
     table = plan.config.run
-    directory = RunDirectory.create(table.directory, table.name, algorithm=plan.algorithm.name)
+    directory = RunDirectory.create(table.directory, table.name, plan.algorithm.name)
     try:
         yield directory
     except (RlhfError, KeyboardInterrupt) as error:

@@ -1,4 +1,4 @@
-"""Types of the `[services.NAME]` tables by role, and a function that reads one of them from a config file."""
+"""Types of the `[services.NAME]` tables by role, and a function that validates one of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from settings.explain import explain
 from settings.generation import RESPONSE_TOKENS
 from settings.losses import LOSSES
 from settings.service import ServiceTable
-from settings.strict import read_tables
 
 
 def table_type(role: str) -> type[ServiceTable]:
@@ -55,27 +54,16 @@ Service = Annotated[SerializeAsAny[ServiceTable], PlainValidator(_of_its_role)]
 """Type of a `[services.NAME]` table: pydantic validates it as the type for its key `role`, see `table_type`."""
 
 
-def load_service(path: Path, name: str, settings: tuple[str, ...] = ()) -> Any:
-    """Reads the table `[services.NAME]` of a config file. Returns an instance of the type for its role.
-
-    Args:
-        path: The config file.
-        name: Name of the service.
-        settings: Overrides "key.path=value"; see `override`.
-
-    Raises:
-        ConfigError: The file cannot be read or is not TOML, it has no such table, or the table is invalid.
-    """
-    return service_of(read_tables(path, settings), name, path)
-
-
 def service_of(tables: Mapping[str, Any], name: str, path: Path) -> Any:
-    """Returns the table `[services.NAME]` of the tables of a config file, as `load_service`.
+    """Returns the table `[services.NAME]` of a config file, an instance of the type for its role.
 
     Args:
-        tables: The tables.
+        tables: Tables of the config file.
         name: Name of the service.
         path: The config file, for messages.
+
+    Raises:
+        ConfigError: There is no such table, or it is invalid.
     """
     services = tables.get("services", {})
     if not isinstance(services, dict) or name not in services:

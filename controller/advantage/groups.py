@@ -13,7 +13,6 @@ from controller.advantage.columns import (
     Scores,
     advantage_metrics,
     mean,
-    require_finite,
     sequence_scores,
     spread,
 )
@@ -28,9 +27,12 @@ def group_sizes(group: np.ndarray) -> np.ndarray:
 
 
 def group_means(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Returns for each response the mean score of its group [rows]; 0 for a response that is alone in its group."""
+    """Returns for each response the mean score of its group [rows], exactly where all are equal; 0 for a response that
+    is alone in its group."""
     sizes = group_sizes(group)
-    return np.where(sizes > 1, _group_sums(scores, group) / sizes, 0.0)
+    # A mean that is rounded would give equal scores advantages, which a standard deviation close to 0 makes large.
+    means = np.where(differs_within(scores, group), _group_sums(scores, group) / sizes, scores)
+    return np.where(sizes > 1, means, 0.0)
 
 
 def group_stds(scores: np.ndarray, group: np.ndarray) -> np.ndarray:
@@ -104,12 +106,10 @@ def group_metrics(scores: np.ndarray, group: np.ndarray) -> dict[str, float]:
 
 
 def require_rows(rows: int, **columns: np.ndarray) -> None:
-    """Raises ValueError where a column does not have one number for each of `rows` responses, or has a number that is
-    not finite."""
+    """Raises ValueError where a column, given as NAME=COLUMN, does not have one number for each of `rows` responses."""
     for name, column in columns.items():
         if column.shape != (rows,):
             raise ValueError(f"expected one {name} for each of {rows} responses, got shape {column.shape}")
-        require_finite(column)
 
 
 def _numbered(group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

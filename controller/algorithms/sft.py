@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from controller.advantage.columns import row_sums
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import SCHEDULE, algorithm
 from controller.training.evaluation import Evaluation, Measured
@@ -25,9 +26,7 @@ def sft(run: Run) -> None:
         batch = heldout | actor.tokenize(heldout)
         batch |= actor.log_likelihood(batch)
         log_probs = run.fetch(batch, "log_probs")["log_probs"]
-        sums = np.add.reduceat(np.append(log_probs.values, 0.0), log_probs.offsets[:-1], dtype=np.float64)
-        sums[log_probs.lengths == 0] = 0
-        return {"loss": -sums, "tokens": log_probs.lengths}, [batch]
+        return {"loss": -row_sums(log_probs), "tokens": log_probs.lengths}, [batch]
 
     for step in run.steps(Evaluation(measure, mean_loss)):
         batch = step.prompts | actor.tokenize(step.prompts)
@@ -36,6 +35,8 @@ def sft(run: Run) -> None:
 
 def mean_loss(values: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Returns the metrics loss, the mean negative log-likelihood per held-out response token in nats, and perplexity,
-    its exponential; from `values` "loss", the sum over each response, and "tokens", its length [rows]."""
+    its exponential, infinite where the loss exceeds 709; from `values` "loss", the sum over each response, and
+    "tokens", its length [rows]."""
     loss = float(values["loss"].sum() / values["tokens"].sum())
-    return {"loss": loss, "perplexity": math.exp(loss)}
+    # The largest float is between exp(709) and exp(710).
+    return {"loss": loss, "perplexity": math.inf if loss > 709 else math.exp(loss)}

@@ -102,9 +102,13 @@ class Chat:
         if not path.is_file():
             raise ConfigError(f"{self._directory} has no tokenizer.json, by which tokens are counted")
         try:
-            return tokenizers.Tokenizer.from_file(str(path))
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
             raise ConfigError(f"{path} cannot be read: {error}") from None
+        # The file has the settings of the last call before it was saved; services ignore them, as transformers does.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
 
     @cached_property
     def _adds_bos(self) -> bool:

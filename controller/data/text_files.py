@@ -146,10 +146,6 @@ class JsonArrayRows(TextRows):
         return _json_of(text.rstrip()[:-1])
 
 
-# A prompt may be longer than the module's own limit of 131,072 characters.
-csv.field_size_limit(1 << 30)
-
-
 class CsvRows(TextRows):
     """Reader of a CSV file, whose first record has the names of the fields. All values are texts."""
 
@@ -201,6 +197,8 @@ class _CsvRecords:
     """Iterator over the records in lines of CSV. `line` is the number of the line that was read last."""
 
     def __init__(self, lines: Iterable[bytes]) -> None:
+        # A prompt may be longer than the module's own limit of 131,072 characters.
+        csv.field_size_limit(1 << 30)
         self._records = csv.reader(self._decoded(lines), strict=True)
         self.line = 0
 

@@ -162,8 +162,7 @@ def _unused(rollout: RolloutUse, use: ModelUse) -> RolloutUse:
     own."""
     if use.engine != "3d":
         return rollout
-    in_place = rollout.engine == "hf" and not use.shards_over_data and not rollout.gathers_all
-    return replace(rollout, pipeline=use.mesh[0], tensor=use.mesh[1], in_place=in_place)
+    return replace(rollout, pipeline=use.mesh[0], tensor=use.mesh[1])
 
 
 def _generating(use: ModelUse) -> Iterator[ModelUse]:
@@ -177,10 +176,9 @@ def _generating(use: ModelUse) -> Iterator[ModelUse]:
     if use.engine != "3d":
         yield use
         return
-    in_place = rollout.engine == "hf" and not use.shards_over_data and not rollout.gathers_all
     for pipeline, tensor in product(divisors(use.mesh[0]), divisors(use.mesh[1])):
         if pipeline == 1 or rollout.engine == "hf":
-            yield replace(use, rollout=replace(rollout, pipeline=pipeline, tensor=tensor, in_place=in_place))
+            yield replace(use, rollout=replace(rollout, pipeline=pipeline, tensor=tensor))
 
 
 def _waves(

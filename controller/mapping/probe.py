@@ -22,11 +22,11 @@ from controller.mapping.record import record_dataflow
 from controller.mapping.workload import LengthShares, Workload
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import results
-from controller.role_groups.roles import ActorGroup, CriticGroup, RewardGroup
+from controller.role_groups.roles import ActorGroup, CriticGroup
 from controller.simulation.run import NOTHING
 from controller.training.algorithm import Algorithm
 from controller.training.roles import Actor, Critic
-from controller.training.run import Run
+from controller.training.run import Run, wants_text
 from controller.training.step import Step
 from nccl_transfer.refs.batch import lengths_of
 from nccl_transfer.refs.columns import Jagged
@@ -274,8 +274,7 @@ def _of_role(roles: Mapping[str, str], role: str) -> list[str]:
 
 def _actor(run: Run, name: str, config: Config) -> Actor:
     """Returns an actor whose own ranks generate, with texts where a reward of the run reads them."""
-    with_text = any(isinstance(group, RewardGroup) and group.wants_text for group in run.groups.values())
-    return Actor(run.group(name, ActorGroup), config, returns_text=with_text, step_of=run.step_of)
+    return Actor(run.group(name, ActorGroup), config, returns_text=wants_text(run), step_of=run.step_of)
 
 
 def _in_one(config: Config, rows: int) -> Config:

@@ -191,7 +191,7 @@ async def wait_until_free(
     deadline, told = time.monotonic() + GONE_WITHIN_S, set[str]()
     clients = [client for group in groups.values() for client in group.clients]
     for client, first in zip(clients, await asyncio.gather(*map(describe, clients)), strict=True):
-        answer = first
+        answer = await describe(client) if told else first  # which is old where another rank was waited for
         while answer.session and not session.take_over:
             is_refused = answer.session_is_connected and not is_patient
             if is_refused or time.monotonic() > deadline:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from client.session import steady_unix_s
 from rlhf.errors import PeerFailed, Restarted, RlhfError, ServiceLost, ShuttingDown
 
 REPORT_S = 3.0
@@ -138,7 +139,7 @@ class Replacement:
         return is_first
 
     async def _replace(self, error: RlhfError, step: int) -> None:
-        lost_s, deadline = time.time(), time.monotonic() + self.wait_s
+        lost_s, deadline = steady_unix_s(), time.monotonic() + self.wait_s
         self._say(f"{error}; waiting up to {self.wait_s:g} s until services.{self._service} serves again")
         while True:
             try:
@@ -155,7 +156,7 @@ class Replacement:
         )
         self._lost_calls.clear()
         self._say(f"{self._service}: {cause}; it was started again, sent again: {calls}")
-        self._report(Replaced(self._service, step, cause, lost_s, time.time()))
+        self._report(Replaced(self._service, step, cause, lost_s, steady_unix_s()))
 
     async def _rejoined(self, deadline: float) -> None:
         """Calls `rejoin`. Raises ServiceLost, without waiting for it any longer, where the launcher has failed."""

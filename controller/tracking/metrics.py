@@ -103,12 +103,6 @@ def each_step(run_dir: Path) -> Iterator[dict[str, float]]:
         yield {key: float(value) for key, value in line.items()}
 
 
-def read_samples(run_dir: Path) -> list[tuple[int, Sample]]:
-    """Returns (step, sample) for each line of `samples.jsonl`; an empty list where the file is missing. Raises
-    RlhfError where a line is damaged; an incomplete last line is skipped."""
-    return list(each_sample(run_dir))
-
-
 def each_sample(run_dir: Path) -> Iterator[tuple[int, Sample]]:
     """Yields (step, sample) for each line of `samples.jsonl`. An incomplete last line is skipped; a missing file
     yields nothing.

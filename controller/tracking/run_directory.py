@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,13 @@ class RunDirectory:
         self.path = path
 
     @classmethod
-    def create(
-        cls, parent: Path, name: str, clock: Callable[[], float] = time.time, algorithm: str = ""
-    ) -> RunDirectory:
-        """Makes the directory `parent/NAME-ALGORITHM-YYYYmmdd-HHMMSS`, with -2, -3, ... appended where it exists.
+    def create(cls, parent: Path, name: str, algorithm: str = "") -> RunDirectory:
+        """Makes the directory `parent/NAME-ALGORITHM-YYYYmmdd-HHMMSS`, named by local time, with -2, -3, ... appended
+        where it exists.
 
         Args:
             parent: Parent directory, which is made too where it is missing.
             name: Name of the run.
-            clock: Function that returns the Unix time in seconds; the directory's name has it as local time.
             algorithm: Name of the algorithm; empty: left out of the directory's name.
 
         Raises:
@@ -48,7 +46,7 @@ class RunDirectory:
             check_name(name)
         except ValueError as error:
             raise ConfigError(f"run name {error}") from None
-        started = time.strftime("%Y%m%d-%H%M%S", time.localtime(clock()))
+        started = time.strftime("%Y%m%d-%H%M%S")
         # The name of a user's own algorithm may have any characters.
         stem = "-".join(part for part in (name, re.sub(r"\W+", "_", algorithm), started) if part)
         try:

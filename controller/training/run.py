@@ -312,5 +312,9 @@ def _before_and_after(history: Sequence[Mapping[str, float]]) -> dict[str, float
 
 def _options(run: Run) -> dict[str, Any]:
     """Returns arguments of a `Rollout`: texts are returned where a reward of the run scores text."""
-    with_text = any(isinstance(each, RewardGroup) and each.wants_text for each in run.groups.values())
-    return {"returns_text": with_text, "player": run._player}
+    return {"returns_text": wants_text(run), "player": run._player}
+
+
+def wants_text(run: Run) -> bool:
+    """Returns whether a reward of the run scores text."""
+    return any(isinstance(each, RewardGroup) and each.wants_text for each in run.groups.values())

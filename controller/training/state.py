@@ -33,12 +33,12 @@ class RunState:
         self._feed, self._totals, self._evaluator = feed, totals, evaluator
         self._position: Mapping[str, Any] = {}
         self._kept_then: Mapping[str, Any] | None = None
-        self._began_s = time.time()
+        self._began_s = time.monotonic()
 
     @property
     def wall_s(self) -> float:
         """Duration of the run in seconds, without the time between its end and its resumption."""
-        return time.time() - self._began_s
+        return time.monotonic() - self._began_s
 
     def passed(
         self, step: int, *, is_ended: bool, feed: Mapping[str, Any], kept: Mapping[str, Any] | None
@@ -71,7 +71,7 @@ class RunState:
         """Sets the state to one that `to_json` returned; what the algorithm keeps is set when it is registered.
         Raises ConfigError where the position is one in other data."""
         self.step, self.is_ended = stored["step"], stored["is_ended"]
-        self._began_s = time.time() - stored["wall_s"]
+        self._began_s = time.monotonic() - stored["wall_s"]
         self._feed.restore(stored["feed"])
         self._totals.restore(stored["totals"])
         self._evaluator.history = [

@@ -144,8 +144,7 @@ class JsonClient:
 
     def quote(self, text: str) -> str:
         """Quotes the beginning of an answer for a message, `redacted`."""
-        text = self.redacted(text)
-        return repr(text if len(text) <= MAX_QUOTE else f"{text[:MAX_QUOTE]}...")
+        return quoted(self.redacted(text))
 
     def _redacted_answer(self, answer: Any) -> Any:
         """Returns the decoded JSON of an answer with all texts and keys `redacted`, except `FORMAT_WORDS`. Changes its
@@ -254,6 +253,11 @@ def header_of(variable: str, key: str) -> str:
     if not (value.isascii() and value.isprintable()):
         raise ConfigError(f"{key}: the value of {variable} has characters that a header cannot have")
     return value
+
+
+def quoted(text: str) -> str:
+    """Quotes the beginning of a text for a message."""
+    return repr(text if len(text) <= MAX_QUOTE else f"{text[:MAX_QUOTE]}...")
 
 
 def shown_url(url: str, base: str = "") -> str:

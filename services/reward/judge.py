@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError, RewardFailed
 from rlhf.v1 import reward_pb2
-from services.reward.json_client import MAX_QUOTE, JsonClient, header_of
+from services.reward.json_client import MAX_QUOTE, JsonClient, header_of, quoted
 from services.reward.scorers.base import Scorer, row_score
 from services.reward.scorers.side_by_side import score_side_by_side
 from services.runtime.worker import CallContext
@@ -89,9 +89,9 @@ def read_completion(answer: Any) -> str:
         choice = answer["choices"][0]
         said, reason = choice["message"]["content"], choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise RewardFailed(f"the answer is not a chat completion: {_quote(str(answer))}") from None
+        raise RewardFailed(f"the answer is not a chat completion: {quoted(str(answer))}") from None
     if not isinstance(said, str):
-        raise RewardFailed(f"the chat completion has no text: {_quote(str(said))}")
+        raise RewardFailed(f"the chat completion has no text: {quoted(str(said))}")
     if reason == "length":
         raise RewardFailed(f"the judge was cut off at max_tokens: ...{said[-MAX_QUOTE:]!r}")
     return said
@@ -110,7 +110,7 @@ def read_score(said: str, table: JudgeTable) -> float:
     """
     scores = sorted({_number(found, said) for found in re.findall(table.verdict_pattern, said)})
     if not scores:
-        raise RewardFailed(f"the judge's answer contains no score: {_quote(said)}")
+        raise RewardFailed(f"the judge's answer contains no score: {quoted(said)}")
     if len(scores) > 1:
         raise RewardFailed(
             f"the judge's answer contains several scores: {', '.join(f'{score:g}' for score in scores)}"
@@ -125,12 +125,8 @@ def _number(found: str, said: str) -> float:
     try:
         return float(found)
     except ValueError:
-        raise RewardFailed(f"the score {found!r} is not a number, in {_quote(said)}") from None
+        raise RewardFailed(f"the score {found!r} is not a number, in {quoted(said)}") from None
 
 
 def _authorization(variable: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {header_of(variable, 'judge.api_key_variable')}"} if variable else {}
-
-
-def _quote(text: str) -> str:
-    return repr(text if len(text) <= MAX_QUOTE else f"{text[:MAX_QUOTE]}...")

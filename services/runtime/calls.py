@@ -31,6 +31,7 @@ class ActiveCall:
         callers: Number of callers that wait for the response; a caller whose connection is lost no longer counts.
         is_held: Whether the call came by the Dispatch stream of a session. A stream may break and be reopened, so
             such a call goes on without callers until its session ends.
+        arrived_at: When the call arrived, in seconds of `time.monotonic()`.
     """
 
     method: Method
@@ -44,6 +45,7 @@ class ActiveCall:
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     callers: int = 0
     is_held: bool = False
+    arrived_at: float = field(default_factory=time.monotonic)
 
     @property
     def call_id(self) -> str:
@@ -62,9 +64,8 @@ class ActiveCall:
             progressed_at: When the worker last made progress, in seconds of `time.monotonic()`.
         """
         context = self.context
-        since_s = time.monotonic() - max(context.progressed_at, progressed_at)
-        is_known = since_s < time.time() - self.timing.arrived_unix_s
-        when = f"the last {since_s:.1f} s ago" if is_known else "none so far"
+        last = max(context.progressed_at, progressed_at)
+        when = f"the last {time.monotonic() - last:.1f} s ago" if last > self.arrived_at else "none so far"
         done = f", {context.done} of {context.done_of} done" if context.done_of else ""
         raise DeadlineExceeded(
             f"{self.method.name} ran past its deadline and is still running{done}; signs of progress: {when}"

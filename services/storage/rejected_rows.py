@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from nccl_transfer.refs.columns import Jagged
@@ -66,7 +67,10 @@ def write_rejected_rows(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    save_file(tensors, partial)
+    try:
+        save_file(tensors, partial)
+    except SafetensorError as error:
+        raise OSError(f"{partial} could not be written: {error}") from error
     _publish(partial, path.with_suffix(".safetensors"))
     partial.write_text(json.dumps(content, indent=1) + "\n")
     _publish(partial, path)

@@ -87,7 +87,7 @@ def freed_by_sleep(use: ModelUse) -> frozenset[str]:
     rollout = use.rollout
     if rollout is None or not rollout.sleeps:
         return frozenset()
-    keeps_weights = rollout.in_place or (rollout.engine == "vllm" and not use.on_gpu)
+    keeps_weights = use.generates_in_place or (rollout.engine == "vllm" and not use.on_gpu)
     return frozenset({"KV cache"} if keeps_weights else {"KV cache", "generation weights"})
 
 

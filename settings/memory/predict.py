@@ -167,7 +167,7 @@ def idle_parts(use: ModelUse, stage: int) -> dict[str, int]:
         parts["weights that compute"] = kept * use.itemsize
     parts["moments"] = 2 * trained * on_device
     rollout = use.rollout
-    if rollout is not None and rollout.in_place:
+    if use.generates_in_place:
         # Training weights, or their rounded copies, are views of the generation weights' memory.
         parts["generation weights"] = (generation_numel(use, stage) - kept) * use.itemsize
     elif rollout is not None and use.engine == "3d" and rollout.engine == "hf":
@@ -245,7 +245,7 @@ def _transition(use: ModelUse, stage: int) -> tuple[int, int]:
     whole = max(weight.numel for _, weight in stage_weights(use, stage)) * use.kept_itemsize
     if use.engine != "3d":
         return idle, resharding_bytes(use) if rollout.is_shared else whole
-    if rollout.in_place:
+    if use.generates_in_place:
         return idle, 0
     return idle, shape.layer_numel // rollout.tensor * (use.mesh[0] // rollout.pipeline) * e
 

@@ -156,16 +156,11 @@ def _built_in(table: GeneratingTable) -> str:
 
 def _rollout_use(table: ActorTable, truncates: bool, generates: bool) -> RolloutUse:
     pipeline, tensor = meshes.generation_sizes(table.generation_mesh, table.mesh)
-    gathers_all = table.transition != "hybridflow"
     return RolloutUse(
         engine=_built_in(table),
         pipeline=pipeline,
         tensor=tensor,
-        in_place=bool(table.mesh)
-        and table.rollout_spec.in_training_memory
-        and not gathers_all
-        and not table.shards_over_data,
-        gathers_all=gathers_all,
+        gathers_all=table.transition != "hybridflow",
         cache_tokens=table.rollout_tokens,
         cache_bytes=int(table.vllm.kv_cache_gb * GIB),
         truncates=truncates,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -235,10 +235,6 @@ class ModelShape:
             positions=given.get("max_position_embeddings") or 0,
             experts=ExpertSizes.of(family, given) if family in _MIXTURES else None,
         )
-
-    def with_head(self, head: HeadKind) -> Self:
-        """Returns the shape of the same transformer with another head."""
-        return replace(self, head=head)
 
     @property
     def query(self) -> int:

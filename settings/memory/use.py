@@ -45,7 +45,6 @@ class RolloutUse:
     Attributes:
         engine: Name of the engine: hf or vllm.
         pipeline, tensor: Sizes pg and tg of the generation mesh; 1 and 1 where each rank generates alone.
-        in_place: Whether training weights are views of the generation weights' memory.
         gathers_all: Whether the transition holds the whole model (hybridflow_v, gather_all).
         cache_tokens: For hf: `rollout_tokens`, the most tokens of the KV cache.
         cache_bytes: For vllm: bytes of the KV cache, `kv_cache_gb`.
@@ -57,7 +56,6 @@ class RolloutUse:
     engine: str = "hf"
     pipeline: int = 1
     tensor: int = 1
-    in_place: bool = False
     gathers_all: bool = False
     cache_tokens: int = 65536
     cache_bytes: int = 1 << 30
@@ -136,6 +134,13 @@ class ModelUse:
     def generates(self) -> bool:
         """Whether its ranks generate."""
         return self.rollout is not None and self.rollout.generates
+
+    @property
+    def generates_in_place(self) -> bool:
+        """Whether training weights are views of the generation weights' memory."""
+        rollout = self.rollout
+        in_place = rollout is not None and rollout.engine == "hf" and not rollout.gathers_all
+        return in_place and self.engine == "3d" and not self.shards_over_data
 
     @property
     def itemsize(self) -> int:

@@ -29,8 +29,8 @@ from rlhf.security import adopt  # noqa: E402
 from services.runtime import main  # noqa: E402
 from settings.security import load_security  # noqa: E402
 from settings.service import ServiceTable  # noqa: E402
-from settings.services import load_service  # noqa: E402
-from settings.strict import read_toml  # noqa: E402
+from settings.services import service_of  # noqa: E402
+from settings.strict import read_tables  # noqa: E402
 
 MODULES = (
     "transformers.models.llama.modeling_llama",
@@ -45,21 +45,21 @@ DEPLOYMENT = "tests"
 
 
 def serve(path: Path, log_dir: Path, settings: Sequence[str]) -> None:
-    names = list(read_toml(path)["services"])
-    tables = {name: load_service(path, name, tuple(settings)) for name in names}
+    tables = read_tables(path, tuple(settings))
+    services = {name: service_of(tables, name, path) for name in tables["services"]}
     log_dir.mkdir(parents=True, exist_ok=True)
     import_uncollected(*MODULES)
-    rendezvous = {name: LocalRendezvous() for name in names}
+    rendezvous = {name: LocalRendezvous() for name in services}
     ranks: list[int] = []
     try:
-        for name, table in tables.items():
+        for name, table in services.items():
             for rank in range(table.ranks):
                 variables = rank_environment(rank, table.ranks, rendezvous[name].path)
                 arguments = ["--config", str(path), "--name", name]
                 arguments += [part for setting in settings for part in ("--set", setting)]
                 ranks.append(fork_rank(table, variables, arguments, log_dir / f"{name}.log"))
         adopt(load_security(path, tuple(settings)))
-        wait_until_healthy(tables)
+        wait_until_healthy(services)
         print("ready", flush=True)
         pid, status = os.wait()
         ranks.remove(pid)

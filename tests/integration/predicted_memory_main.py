@@ -157,7 +157,7 @@ def gathering_decoder(use: ModelUse, directory: Path, engine: ShardedEngine) -> 
     """Returns the decoder of rollout engine hf with weights that engine 3d has gathered into memory of their own; None
     for other uses."""
     rollout = use.rollout
-    if rollout is None or use.engine != "3d" or rollout.in_place:
+    if rollout is None or use.engine != "3d" or use.generates_in_place:
         return None
     mesh = Mesh(*use.mesh, rollout.pipeline, rollout.tensor)
     assert isinstance(engine, ThreeDParallelEngine)
@@ -226,7 +226,7 @@ def make_engine(use: ModelUse, directory: Path) -> ShardedEngine:
             optimizer=optimizer,
             with_value_head=use.shape.head == "value",
             transition="hybridflow" if generates else None,
-            generates_in_place=use.rollout is not None and use.rollout.in_place,
+            generates_in_place=use.generates_in_place,
             activation_checkpointing=use.activation_checkpointing,
             shards_over_data=use.shards_over_data,
         )

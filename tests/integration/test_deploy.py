@@ -35,7 +35,8 @@ TWO_RANKS = """\
 import argparse, os
 from pathlib import Path
 from fake_service import serve
-from settings.services import load_service
+from settings.services import service_of
+from settings.strict import read_tables
 
 parser = argparse.ArgumentParser()
 parser.add_argument("role")
@@ -43,7 +44,7 @@ parser.add_argument("--config", type=Path)
 parser.add_argument("--name")
 parser.add_argument("--set", action="append", default=[])
 arguments = parser.parse_args()
-table = load_service(arguments.config, arguments.name, tuple(arguments.set))
+table = service_of(read_tables(arguments.config, tuple(arguments.set)), arguments.name, arguments.config)
 serve(table.address if os.environ["RANK"] == "0" else "127.0.0.1:0")
 """
 

@@ -67,7 +67,7 @@ MIXTRAL, QWEN2_MOE, QWEN3_MOE = (
 )
 
 ROLLOUT = replace(FSDP, engine="none", learns=False, receives=True, rollout=RolloutUse())
-VALUES = replace(FSDP, learns=False, receives=True, shape=SHAPE.with_head("value"))
+VALUES = replace(FSDP, learns=False, receives=True, shape=replace(SHAPE, head="value"))
 
 TWO_RANKS = {
     "a rollout service": (ROLLOUT, MANY),
@@ -101,7 +101,7 @@ MORE_OF_FSDP = {
         replace(FSDP, activation_checkpointing=True, sequence_parallel=2),
         DIVIDED,
     ),
-    "fsdp, value head": (replace(FSDP, shape=SHAPE.with_head("value")), MANY),
+    "fsdp, value head": (replace(FSDP, shape=replace(SHAPE, head="value")), MANY),
     "fsdp, generating in two stages in bfloat16": (
         replace(FSDP, dtype="bfloat16", rollout=RolloutUse(pipeline=2)),
         MANY,
@@ -112,7 +112,7 @@ MORE_OF_MIXTURES = {
     "mixtral, bfloat16": (replace(MIXTRAL, dtype="bfloat16"), MANY),
     "mixtral, bfloat16, few tokens": (replace(MIXTRAL, dtype="bfloat16"), FEW),
     "mixtral, recomputed": (replace(MIXTRAL, activation_checkpointing=True), MANY),
-    "mixtral, value head": (replace(MIXTRAL, shape=MIXTRAL.shape.with_head("value")), MANY),
+    "mixtral, value head": (replace(MIXTRAL, shape=replace(MIXTRAL.shape, head="value")), MANY),
     "qwen2_moe, dividing tokens": (replace(QWEN2_MOE, sequence_parallel=2), DIVIDED),
     "qwen2_moe, few tokens": (QWEN2_MOE, FEW),
     "qwen3_moe": (QWEN3_MOE, MANY),
@@ -128,7 +128,7 @@ MORE_OF_ZERO = {
     "zero-3, frozen": (replace(ZERO, zero_stage=3, learns=False), FEW),
 }
 FOUR_RANKS = {
-    "1-2-2, generating on 1-1-2-2": (replace(THREE_D, rollout=RolloutUse(in_place=True)), MANY),
+    "1-2-2, generating on 1-1-2-2": (replace(THREE_D, rollout=RolloutUse()), MANY),
     "1-2-2, sharded over data, bfloat16, few tokens": (
         replace(THREE_D, shards_over_data=True, dtype="bfloat16"),
         FEW,
@@ -150,7 +150,7 @@ MORE_OF_3D = {
     "1-2-2, bfloat16": (replace(THREE_D, dtype="bfloat16"), MANY),
     "1-2-2, recomputed": (replace(THREE_D, activation_checkpointing=True), MANY),
     "1-2-2, sharded over data": (replace(THREE_D, shards_over_data=True), MANY),
-    "2-2-1, value head": (replace(THREE_D, mesh=(2, 2, 1), shape=SHAPE.with_head("value")), MANY),
+    "2-2-1, value head": (replace(THREE_D, mesh=(2, 2, 1), shape=replace(SHAPE, head="value")), MANY),
 }
 
 

@@ -16,7 +16,7 @@ import tomli_w
 from transformers import AutoModelForCausalLM
 
 from controller.config.config import Config
-from controller.tracking.metrics import read_metrics, read_samples
+from controller.tracking.metrics import each_sample, read_metrics
 from integration.conftest import Task
 from integration.harness import (
     POLICY_LOSS,
@@ -226,7 +226,7 @@ def test_ppo_runs_end_to_end(up: Cluster, task: Task, tmp_path: Path) -> None:
     assert all(line["actor/grad_norm"] > 0 for line in lines)
     assert all(0 < line["rollout/parity_max_abs"] < PARITY for line in lines)
     assert json.loads((run.directory / "summary.json").read_text())["steps"] == STEPS
-    assert not any("99" in sample.response for _, sample in read_samples(run.directory))
+    assert not any("99" in sample.response for _, sample in each_sample(run.directory))
     trained = AutoModelForCausalLM.from_pretrained(run.directory / "actor").state_dict()
     initial = AutoModelForCausalLM.from_pretrained(task.model).state_dict()
     assert any(not x.equal(initial[name]) for name, x in trained.items())

@@ -29,7 +29,7 @@ from controller import cli, job
 from controller.config.config import Config
 from controller.data.loader import Loader
 from controller.data.prompts import PromptData
-from controller.tracking.metrics import read_metrics, read_samples
+from controller.tracking.metrics import each_sample, read_metrics
 from controller.tracking.timeline import read_events
 from integration.harness import (
     ROOT,
@@ -258,7 +258,7 @@ def test_metrics_are_finite_and_tell_of_every_step(launched: Finished) -> None:
         assert line["transfer/critic.update_critic/bytes"] > 0
         assert line["time/transfer/critic.update_critic/seconds"] > 0
     assert len({line["actor/loss"] for line in metrics[1:]}) == STEPS
-    assert len(read_samples(launched.path)) == 2 * launched.controller.config.run.samples
+    assert len(list(each_sample(launched.path))) == 2 * launched.controller.config.run.samples
 
 
 @pytest.mark.slow
@@ -367,7 +367,7 @@ def test_evaluation_in_batches_gives_the_same_figures_and_samples(
     ran = run_on(cluster, tmp_path, steps=1, evaluation_rows=5)
     before, first = numbers(ran.path)[0], numbers(launched.path)[0]
     assert before["evaluation/accuracy"] == first["evaluation/accuracy"]
-    assert read_samples(ran.path)[:2] == read_samples(launched.path)[:2]
+    assert list(each_sample(ran.path))[:2] == list(each_sample(launched.path))[:2]
 
 
 def test_a_prompt_that_is_too_long_is_left_out_and_counted(cluster: Cluster, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from controller.identity import Identity
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.platform import platform_of
 from controller.tracking.marks import Mark, check_marks, cut_files, mark_files
-from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter, read_metrics, read_samples
+from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter, each_sample, read_metrics
 from controller.tracking.run_directory import LOCK, RunDirectory
 from controller.tracking.timeline import EARLIER_FILE, TIMELINE_FILE, Timeline, read_events
 from rlhf.errors import ConfigError, CorruptWeights, RlhfError
@@ -556,7 +556,7 @@ class TestFiles:
         assert [line["step"] for line in read_metrics(cut)] == [0, 1, 2]
         log(cut, range(3, 6))
         assert read_metrics(cut) == read_metrics(whole)
-        assert read_samples(cut) == read_samples(whole)
+        assert list(each_sample(cut)) == list(each_sample(whole))
         assert (cut / TIMELINE_FILE).read_text() == (whole / TIMELINE_FILE).read_text()
         assert len(list((cut / "tensorboard").iterdir())) == 1
 

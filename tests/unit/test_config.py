@@ -19,7 +19,8 @@ from rlhf.roles import BUILT_IN
 from rlhf.v1 import common_pb2
 from settings.actor import ActorTable, LoraTable
 from settings.engines import ZeroTable
-from settings.services import load_service, table_type
+from settings.services import service_of, table_type
+from settings.strict import read_tables
 
 ROOT = Path(__file__).parent.parent.parent
 SHIPPED = sorted((ROOT / "deploy").rglob("*.toml"))
@@ -36,7 +37,7 @@ def write(path: Path, text: str) -> Path:
 def test_shipped_configs_are_valid(path: Path) -> None:
     config = load(path)
     for name in config.services:
-        assert load_service(path, name) == config.services[name]
+        assert service_of(read_tables(path), name, path) == config.services[name]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -372,9 +373,9 @@ def test_a_service_reads_its_own_table_only(tmp_path: Path) -> None:
     path = write(
         tmp_path / "c.toml", '[services.reward]\nrole = "reward"\naddress = "localhost:1"\n[other]\nx = 1\n'
     )
-    assert load_service(path, "reward").role == "reward"
+    assert service_of(read_tables(path), "reward", path).role == "reward"
     with pytest.raises(ConfigError, match=r"no table \[services\.actor\]; there are: reward"):
-        load_service(path, "actor")
+        service_of(read_tables(path), "actor", path)
 
 
 def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from controller.config.config import Config
+from controller.data.chat import Chat
 from controller.data.draws import Limit, draw, overlong_share, prompt_limit, rows_that_fit, text_limit
 from controller.data.loader import Loader
 from controller.data.prompt_source import Prompt
@@ -142,6 +143,18 @@ def test_the_limit_is_what_the_smallest_service_takes_beside_a_response(tokenize
     texts = text_limit(config(tokenizer), {"actor": worker_pb2.DescribeResponse(max_tokens=450)})
     assert texts is not None
     assert texts.tokens == 449
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_tokens_are_counted_without_the_padding_and_truncation_of_a_tokenizer_file(
+    tokenizer: Path, tmp_path: Path, side: str
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    words.enable_padding(direction=side)
+    words.enable_truncation(4)
+    words.save(str(tmp_path / "tokenizer.json"))
+    assert Chat(tmp_path).count(["a", "a b a b a b", ""]) == [1, 6, 0]
 
 
 def test_texts_to_learn_are_limited_by_actors_alone(tokenizer: Path) -> None:

@@ -16,6 +16,7 @@ import tomli_w
 from controller import evaluate as evaluating
 from controller import job
 from controller.algorithms import find_algorithm, names
+from controller.algorithms.sft import mean_loss
 from controller.checkpoints.journal import FORMAT
 from controller.checkpoints.store import CheckpointStore
 from controller.config.config import Config, load
@@ -186,3 +187,10 @@ def test_a_run_by_hand_has_the_config_of_every_algorithm(
         job.open_run(config)
     assert plans[0].config.algorithm.options == config.algorithm.options
     assert plans[0].config.services.keys() == config.services.keys()
+
+
+def test_a_model_whose_perplexity_exceeds_the_largest_float_is_evaluated() -> None:
+    found = mean_loss({"loss": np.array([1600.0, 0.0]), "tokens": np.array([2, 0])})
+    assert found == {"loss": 800.0, "perplexity": math.inf}
+    found = mean_loss({"loss": np.array([1200.0, 200.0]), "tokens": np.array([1, 1])})
+    assert found == {"loss": 700.0, "perplexity": math.exp(700.0)}

@@ -18,7 +18,7 @@ from rlhf.errors import ConfigError
 from settings.actor import ActorTable
 from settings.fit import check_model_fits, read_shape, sized_for_rows
 from settings.reward import RewardTable
-from settings.services import load_service, row_tokens, shares_devices
+from settings.services import row_tokens, service_of, shares_devices
 from settings.strict import read_tables
 
 QUICKSTART = Path(__file__).parents[2] / "deploy/quickstart/quickstart.toml"
@@ -44,7 +44,8 @@ def misfit(directory: Path) -> Config:
 
 
 def test_a_table_is_valid_whatever_the_model_directory_holds(tmp_path: Path) -> None:
-    assert misfit(tmp_path).services["actor"] == load_service(QUICKSTART, "actor", settings(tmp_path))
+    tables = read_tables(QUICKSTART, settings(tmp_path))
+    assert misfit(tmp_path).services["actor"] == service_of(tables, "actor", QUICKSTART)
 
 
 def test_a_misfit_is_told_with_the_service_and_the_nearest_meshes(tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_ranks_compute_models_of_some_types_together(
     path = tmp_path / "services.toml"
     path.write_text("[services.policy]\nrole = 'actor'\naddress = '127.0.0.1:1'\n")
     given = (*keys, f"model='{model(tmp_path, SHAPE | {'model_type': kind})}'")
-    table = load_service(path, "policy", tuple(f"services.policy.{key}" for key in given))
+    table = service_of(read_tables(path, tuple(f"services.policy.{key}" for key in given)), "policy", path)
     if not named:
         check_model_fits("policy", table)
         return
@@ -247,9 +248,8 @@ def test_the_length_of_vllms_rows_is_that_of_the_run(
         f"services.actor.model='{model(tmp_path, LLAMA)}'",
         *keys,
     )
-    table = sized_for_rows(
-        load_service(QUICKSTART, "actor", settings), row_tokens(read_tables(QUICKSTART, settings))
-    )
+    tables = read_tables(QUICKSTART, settings)
+    table = sized_for_rows(service_of(tables, "actor", QUICKSTART), row_tokens(tables))
     assert isinstance(table, ActorTable)
     assert table.vllm.max_model_len == expected
 
@@ -295,5 +295,5 @@ def test_a_service_without_a_model_fits() -> None:
 )
 def test_services_of_a_pool_or_a_placement_may_share_devices(settings: tuple[str, ...], shares: bool) -> None:
     """They keep no memory of the device cached between calls."""
-    table = load_service(QUICKSTART, "actor", settings)
-    assert shares_devices(read_tables(QUICKSTART, settings), table) is shares
+    tables = read_tables(QUICKSTART, settings)
+    assert shares_devices(tables, service_of(tables, "actor", QUICKSTART)) is shares

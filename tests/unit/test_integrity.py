@@ -83,6 +83,22 @@ class TestRejectedRows:
             assert isinstance(values, np.ndarray)
             assert values.shape == shape
 
+    def test_the_error_of_the_update_says_where_they_cannot_be_written(
+        self, tiny_llama_dir: Path, tmp_path: Path
+    ) -> None:
+        critic, rows = make_critic(tiny_llama_dir, "fsdp"), make_rows()
+        keeps_rows(critic, tmp_path)
+        returns = rows["returns"]
+        assert isinstance(returns, Jagged)
+        returns.values[0] = np.nan
+        blocked = tmp_path / "rejected" / "step-0" / "critic-rank-0.partial"
+        blocked.mkdir(parents=True)
+        with pytest.raises(
+            UpdateRejected,
+            match=rf"policy version 0; its rows could not be kept: {blocked} could not be written",
+        ):
+            update(critic, rows, 1)
+
     @pytest.mark.parametrize("mini_batches", [1, 2])
     def test_those_of_a_gradient_that_is_not_finite_are_kept(
         self, tiny_llama_dir: Path, tmp_path: Path, mini_batches: int

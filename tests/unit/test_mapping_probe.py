@@ -38,7 +38,7 @@ def calls(table: DeviceTable, rows: int, mesh: tuple[int, int, int] = (1, 1, 2))
     engine = "fsdp" if mesh[1] == 1 else "3d"
     rollout = RolloutUse(tensor=mesh[1])
     actor = ModelUse(SMALL, engine=engine, mesh=mesh, rollout=rollout, on_gpu=False)  # type: ignore[arg-type]
-    critic = ModelUse(SMALL.with_head("value"), engine="fsdp", on_gpu=False)
+    critic = ModelUse(replace(SMALL, head="value"), engine="fsdp", on_gpu=False)
     group = DeviceGroup("CPU", table, 2)
     found = []
     for name, method, use, minis, tokens in (

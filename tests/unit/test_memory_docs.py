@@ -18,7 +18,6 @@ def actor(
     size: str, engine: str, mesh: tuple[int, int, int], generation: int, shards: bool = False
 ) -> ModelUse:
     """An actor in bfloat16 that recomputes activations; with engine 3d it generates on `generation` tensor ranks."""
-    is_3d = engine == "3d"
     return ModelUse(
         LLAMA_SHAPES[size],
         engine=engine,  # pyright: ignore[reportArgumentType]
@@ -27,7 +26,7 @@ def actor(
         zero_stage=3,
         dtype="bfloat16",
         activation_checkpointing=engine != "zero",
-        rollout=RolloutUse(tensor=generation, in_place=is_3d and not shards, cache_tokens=131072),
+        rollout=RolloutUse(tensor=generation, cache_tokens=131072),
     )
 
 

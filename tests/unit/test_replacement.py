@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,14 @@ def test_a_service_that_is_lost_while_it_is_taken_into_the_session_is_waited_for
     lost = Lost(rejoin)
     assert asyncio.run(lost.lose()) is True
     assert lost.rejoined == 3
+
+
+def test_a_loss_does_not_end_before_it_began_where_the_clock_is_set_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = Lost(lambda: monkeypatch.setattr(time, "time", lambda: 0.0))
+    asyncio.run(lost.lose())
+    assert lost.reported[0].lost_s < lost.reported[0].serves_s
 
 
 @pytest.mark.parametrize(

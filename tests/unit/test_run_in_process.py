@@ -17,7 +17,7 @@ from controller import algorithms
 from controller.config.config import Config
 from controller.job import open_run, run
 from controller.role_groups.dataflow import FutureBatch
-from controller.tracking.metrics import read_metrics, read_samples
+from controller.tracking.metrics import each_sample, read_metrics
 from controller.training.evaluation import Evaluation
 from controller.training.run import Run
 from nccl_transfer.refs.columns import Jagged
@@ -136,7 +136,7 @@ def test_a_run_steps_evaluates_exports_and_frees_its_rows(tmp_path: Path) -> Non
     # Of eight responses the third has three tokens, which is the right answer.
     assert [line["reward/mean"] for line in lines[1:]] == [1 / (PROMPTS * SAMPLES)] * STEPS
     assert (summary["steps"], summary["prompts_left_out"]) == (STEPS, 0)
-    assert [(step, sample.response) for step, sample in read_samples(done.directory)] == [
+    assert [(step, sample.response) for step, sample in each_sample(done.directory)] == [
         (step, "x" * length) for step in (0, STEPS) for length in (1, 2, 3)
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import runpy
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from client import session as session_module
 from client.rank import RankClient
 from client.session import Session, StepContext
 from controller.config.config import Config
@@ -445,6 +447,35 @@ def test_a_run_waits_for_the_session_of_a_dead_controller_alone() -> None:
     ):
         wait_for(Holder(connected=1, gone=0), Session(), is_patient=False)
     assert wait_for(Holder(connected=1, gone=0), Session(take_over=True), is_patient=False) == []
+
+
+def test_the_time_of_a_run_does_not_go_back_with_the_clock_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [1e9]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    assert session_module.__file__
+    session = runpy.run_path(session_module.__file__)["Session"]()
+    before = session.now()
+    clock[0] -= 3600
+    assert before <= session.now() < before + 60
+    assert before == pytest.approx(1e9, abs=60)
+
+
+def test_what_a_rank_has_said_before_the_wait_for_another_does_not_count() -> None:
+    holders = {"first": Holder(connected=0, gone=2), "second": Holder(connected=1, gone=1)}
+    clients = []
+    for address in holders:
+        client = RankClient.__new__(RankClient)
+        client.service, client.address = "actor", address
+        clients.append(client)
+
+    async def describe(client: RankClient) -> worker_pb2.DescribeResponse:
+        return await holders[client.address].describe(client)
+
+    groups: dict[str, Any] = {"actor": SimpleNamespace(clients=clients)}
+    asyncio.run(wait_until_free(groups, Session(), describe))
+    assert [holder.left for holder in holders.values()] == [[], []]
 
 
 def test_a_resumed_run_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from controller.role_groups.dataflow import CallRecord
 from controller.tracking import run_directory
 from controller.tracking.contents import RUN_FILE
 from controller.tracking.figures import MAX_STRETCHES, Curve, Figures
-from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter, read_metrics, read_samples
+from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter, each_sample, read_metrics
 from controller.tracking.progress import Progress, Status, display, step_line
 from controller.tracking.recorder import Recorder
 from controller.tracking.report import write_report
@@ -53,14 +53,17 @@ def log(run_dir: Path, *steps: dict[str, float]) -> None:
 
 
 class TestRunDirectory:
-    def test_two_made_in_the_same_second_differ(self, tmp_path: Path) -> None:
-        paths = [RunDirectory.create(tmp_path / "runs", "demo", lambda: NOON).path for _ in range(3)]
+    def test_two_made_in_the_same_second_differ(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(run_directory.time, "strftime", lambda form: "20260101-120000")
+        paths = [RunDirectory.create(tmp_path / "runs", "demo").path for _ in range(3)]
         assert len({*paths}) == 3
         assert all(re.fullmatch(r"demo-\d{8}-\d{6}(-\d)?", path.name) and path.is_dir() for path in paths)
 
     @pytest.mark.parametrize(("algorithm", "shown"), [("ppo", "ppo"), ("<lambda> a/b", "_lambda_a_b")])
     def test_it_is_named_after_the_algorithm(self, tmp_path: Path, algorithm: str, shown: str) -> None:
-        path = RunDirectory.create(tmp_path, "demo", lambda: NOON, algorithm).path
+        path = RunDirectory.create(tmp_path, "demo", algorithm).path
         assert re.fullmatch(rf"demo-{shown}-\d{{8}}-\d{{6}}", path.name)
 
     def test_a_parent_that_cannot_be_written_to_is_a_config_error(self, tmp_path: Path) -> None:
@@ -248,7 +251,7 @@ class TestMetrics:
         with contextlib.closing(SamplesWriter(tmp_path)) as writer:
             writer.log(0, rows[:1])
             writer.log(10, rows)
-        assert read_samples(tmp_path) == [(0, rows[0]), (10, rows[0]), (10, rows[1])]
+        assert list(each_sample(tmp_path)) == [(0, rows[0]), (10, rows[0]), (10, rows[1])]
 
     @NEEDS_DEV_FULL
     def test_a_full_disk_is_an_error_of_the_samples_too(self, tmp_path: Path) -> None:
@@ -554,7 +557,7 @@ def on_terminal(command: list[str]) -> str:
 @pytest.fixture
 def finished_run(tmp_path: Path) -> Path:
     """A run of ten steps with all metrics."""
-    run = RunDirectory.create(tmp_path, "demo", lambda: NOON)
+    run = RunDirectory.create(tmp_path, "demo")
     log(run.path, *(step_metrics(step) for step in range(11)))
     with contextlib.closing(SamplesWriter(run.path)) as writer:
         writer.log(0, [Sample("2+2=", "<script>alert(1)</script>\x00", "4", 0.0)])
