@@ -91,6 +91,37 @@ def test_an_error_that_follows_from_a_lost_service_has_the_launchers_cause_in_fr
     )
 
 
+STARTER = """\
+#!/bin/sh
+echo ready
+exec sleep 60
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no service answers within 6 s at services.reward (127.0.0.1:7104): Connection refused",
+        "reward rank 0 (127.0.0.1:7104) ComputeReward: cannot be reached or died",
+    ],
+)
+def test_no_report_is_waited_for_where_an_external_service_is_lost(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits(seconds: float) -> None:
+        raise AssertionError("it waits for a report of the launcher")
+
+    program = tmp_path / "launcher"
+    program.write_text(STARTER)
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    config = load(QUICKSTART, ("services.reward.external=true",))
+    lost = ServiceLost(text)
+    with LaunchedServices(config, QUICKSTART, tmp_path) as services, monkeypatch.context() as patch:
+        patch.setattr(launch.time, "sleep", waits)
+        assert services.explain(lost) is lost
+
+
 RELAUNCHER = """\
 #!/bin/sh
 echo 'lost: service reward: was killed by SIGKILL' >&2

@@ -363,6 +363,12 @@ def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
+def test_a_byte_order_mark_before_toml_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "marked.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + QUICKSTART.read_bytes())
+    assert load(path, ()) == load(QUICKSTART, ())
+
+
 def test_settings_are_toml_values_or_text() -> None:
     config = load(QUICKSTART, ("run.steps=7", "run.name=mine", "algorithm.whiten_advantages=false"))
     assert (config.run.steps, config.run.name, config.algorithm.whiten_advantages) == (7, "mine", False)
