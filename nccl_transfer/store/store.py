@@ -221,8 +221,8 @@ class TensorStore(ColumnStore):
         )
 
     def close(self) -> None:
-        """Closes the arena, and releases the shards on the GPU. Processes that have mapped the arena read its other shards
-        as before; the kernel frees its memory with the last mapping."""
+        """Closes the arena, and releases the shards on the GPU. Processes that have mapped the arena read its other
+        shards as before; the kernel frees its memory with the last mapping."""
         with self._lock:
             for allocation in list(self._allocations.values()):
                 # A cleared header would tell a reader that its rows were released too early.
