@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import conformance.cli
 import controller.mapping.cli
 import deploy.cli
-from controller import algorithms, cli, job, launch, opening
+from controller import algorithms, cli, export, job, launch, opening
 from controller.config.config import load
 from controller.launch import LaunchedServices
 from rlhf.errors import (
@@ -120,6 +120,25 @@ def test_no_report_is_waited_for_where_an_external_service_is_lost(
     with LaunchedServices(config, QUICKSTART, tmp_path) as services, monkeypatch.context() as patch:
         patch.setattr(launch.time, "sleep", waits)
         assert services.explain(lost) is lost
+
+
+@pytest.mark.parametrize(
+    ("text", "is_kept"),
+    [("interrupted", False), ("refused", False), ("it died (log: {logs}/actor.log)", True)],
+)
+def test_the_log_of_an_export_is_kept_where_an_error_names_it(
+    text: str, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, logs = tmp_path / "launcher", tmp_path / "logs"
+    program.write_text(STARTER)
+    program.chmod(0o755)
+    logs.mkdir()
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(export.tempfile, "mkdtemp", lambda prefix: str(logs))
+    error = KeyboardInterrupt() if text == "interrupted" else ServiceLost(text.format(logs=logs))
+    with pytest.raises(type(error)), export.launched_alone(load(QUICKSTART, ())):
+        raise error
+    assert logs.exists() is is_kept
 
 
 RELAUNCHER = """\

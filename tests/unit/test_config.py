@@ -390,6 +390,14 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
     assert tomllib.loads(path.read_text())["run"]["steps"] == 7
 
 
+def test_a_path_of_data_that_is_not_given_is_resolved_as_an_empty_text() -> None:
+    """And not as the working directory."""
+    config = load(QUICKSTART, ("data.heldout_rows=5",))
+    tables = config.model_dump(mode="json", exclude_none=True)
+    assert (tables["data"]["heldout"], tables["data"]["train"]) == ("", "runs/arithmetic/train.jsonl")
+    assert Config.model_validate(tables) == config
+
+
 def tables_of(annotation: Any) -> set[type[BaseModel]]:
     """The tables that a type is made of, and theirs."""
     if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
