@@ -346,6 +346,10 @@ def test_a_mini_batch_divides_over_the_data_ranks_of_a_mesh_and_not_over_all_its
     assert config.services["actor"].data_ranks == 2  # type: ignore[union-attr]
 
 
+def test_a_path_may_be_a_text() -> None:
+    assert load(str(QUICKSTART), ("run.steps=7",)) == load(QUICKSTART, ("run.steps=7",))
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.toml: No such file"):
         load(tmp_path / "nothing.toml")
