@@ -19,7 +19,7 @@ from controller.launch import LaunchedServices
 from controller.opening import explained, session_of
 from controller.plan import CONFIG_FILE
 from controller.role_groups.cluster import Cluster, Restoration, SavedState
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopted
 from rlhf.v1 import worker_pb2
 from settings.strict import override, validate
@@ -61,7 +61,7 @@ def export(
     states = {service: SavedState(point.place_of(service))}
     with contextlib.ExitStack() as opened:
         opened.enter_context(adopted(config.security.load()))
-        opened.enter_context(explained(opened.enter_context(_launched(config)) if launch else None))
+        opened.enter_context(explained(opened.enter_context(launched_alone(config)) if launch else None))
         cluster = Cluster(config, session_of(config.run, "export", time.time_ns(), take_over=take_over))
         opened.callback(cluster.close)
         restoration = Restoration(states, lambda held: states)
@@ -90,11 +90,17 @@ def _with_service(config: Config, name: str, **update: object) -> Config:
 
 
 @contextlib.contextmanager
-def _launched(config: Config) -> Iterator[LaunchedServices]:
-    """Context manager that starts the service of a config. Its log is kept where an error has to name it."""
+def launched_alone(config: Config) -> Iterator[LaunchedServices]:
+    """Context manager that starts the service of a config. Its log is kept where an error names it."""
     logs = Path(tempfile.mkdtemp(prefix="rlhf-export-"))
-    path = logs / CONFIG_FILE
-    path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
-    with LaunchedServices(config, path, logs) as launched:
-        yield launched
-    shutil.rmtree(logs, ignore_errors=True)
+    path, is_named = logs / CONFIG_FILE, False
+    try:
+        path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+        with LaunchedServices(config, path, logs) as launched:
+            yield launched
+    except RlhfError as error:
+        is_named = str(logs) in str(error)
+        raise
+    finally:
+        if not is_named:
+            shutil.rmtree(logs, ignore_errors=True)

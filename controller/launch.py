@@ -50,6 +50,7 @@ class LaunchedServices:
         tied = [sys.executable, "-m", "deploy.with_parent", str(os.getpid())]
         command = [sys.executable, "-m", "deploy", "up", str(config_path), "--log-dir", str(log_dir)]
         self._command = tied + command
+        self._external = [table.address for table in config.services.values() if table.external]
         self._log = log_dir / "launcher.log"
         self._stopped = threading.Event()
         self._taken: Counter[str] = Counter()
@@ -85,12 +86,15 @@ class LaunchedServices:
         `error` itself where it reports none.
 
         The launcher reports a lost service before it stops the others, so an error that follows from this has its
-        cause in the log. A ServiceLost may come before the report: up to `EXPLAIN_TIMEOUT_S` are waited for it. A
-        DeadlineExceeded names a rank that is stuck, from which a report may follow but not the other way round. A
-        LostAgain has the cause already. A service that is started again explains errors of its own calls alone."""
+        cause in the log. A ServiceLost may come before the report: up to `EXPLAIN_TIMEOUT_S` are waited for it, unless
+        it names the address of an external service, of which the launcher knows nothing. A DeadlineExceeded names a
+        rank that is stuck, from which a report may follow but not the other way round. A LostAgain has the cause
+        already. A service that is started again explains errors of its own calls alone."""
         if isinstance(error, DeadlineExceeded | LostAgain):
             return error
-        deadline = time.monotonic() + (EXPLAIN_TIMEOUT_S if isinstance(error, ServiceLost) else 0.0)
+        is_external = any(f"({address})" in str(error) for address in self._external)
+        may_follow = isinstance(error, ServiceLost) and not is_external
+        deadline = time.monotonic() + (EXPLAIN_TIMEOUT_S if may_follow else 0.0)
         while not (cause := self._cause() or self._loss(error)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return ServiceLost(f"{cause}; {error}") if cause else error

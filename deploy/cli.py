@@ -237,6 +237,7 @@ def check(
     check_stores(loaded, plan)
     for name in names:
         preflight.check_function(name, loaded.services[name])
+        preflight.check_sandbox(name, loaded.services[name])
     gpus = gpus_by_service(loaded, names, visible_gpus(os.environ), plan.host)
     for name in filter(loaded.is_placed, names):
         sees = f" (CUDA_VISIBLE_DEVICES {','.join(gpus[name])})" if name in gpus else ""

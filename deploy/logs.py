@@ -13,6 +13,8 @@ from deploy.processes import POLL_S
 
 FATAL = "fatal: "
 """Prefix of the line in which a service reports an error that its user can mend."""
+READY = "ready: "
+"""Prefix of the line in which a service reports that it serves, which is no cause of its end."""
 
 _TAIL_BYTES = 64 * 1024
 _LINE_LIMIT = 400
@@ -45,8 +47,9 @@ def explain_exit(ended: Mapping[int, int], ranks: int, log: Path, since: int = 0
 
 
 def evidence(log: Path, since: int = 0) -> str:
-    """Returns the text `: LAST LINE (log: PATH)`, with the last line of the log that is not empty, cut to `_LINE_LIMIT`
-    characters; ` (log: PATH)` where the log has no such line after its first `since` bytes, or cannot be read."""
+    """Returns the text `: LAST LINE (log: PATH)`, with the last line of the log that is neither empty nor says that the
+    service is ready, cut to `_LINE_LIMIT` characters; ` (log: PATH)` where the log has no such line after its first
+    `since` bytes, or cannot be read."""
     return _evidence(_tail(log, since), log)
 
 
@@ -124,7 +127,7 @@ class _LogReader:
 
 
 def _evidence(lines: list[str], log: Path) -> str:
-    own = [line for line in lines if line]
+    own = [line for line in lines if line and not line.startswith(READY)]
     last = f": {own[-1][:_LINE_LIMIT]}" if own else ""
     return f"{last} (log: {log})"
 

@@ -36,6 +36,11 @@ os._exit(1 if cause else 0)
 """Program that prints why a reward function cannot be found, as its last line. Threads that the function's module has
 started end with it."""
 
+LACKS_FOR_SANDBOX = (
+    "from services.reward.sandbox.bwrap_command import missing; print('; '.join(missing()), flush=True)"
+)
+"""Program that prints what this host lacks for sandboxes; an empty line where it lacks nothing."""
+
 
 def check(
     config: Config,
@@ -152,6 +157,20 @@ def check_function(name: str, table: Service) -> None:
         said = found.stderr.strip().splitlines()
         ended = f"function: the import of {table.function!r} ended with status {found.returncode}"
         raise ConfigError(f"services.{name}.{said[-1] if found.returncode == 1 and said else ended}")
+
+
+def check_sandbox(name: str, table: Service) -> None:
+    """Raises ConfigError where this host lacks a program or a library that the code grader needs. That sandboxes hold,
+    the service itself tries when it starts."""
+    if not isinstance(table, RewardTable) or table.kind != "sandbox" or table.sandbox.allow_unsandboxed:
+        return
+    command = [sys.executable, "-c", LACKS_FOR_SANDBOX]
+    found = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=table.startup_timeout_s
+    )
+    if found.returncode or found.stdout.strip():
+        cause = found.stdout.strip() or f"its check ended with status {found.returncode}"
+        raise ConfigError(f"services.{name}.kind: sandbox: {cause}")
 
 
 def check_transports(name: str, table: Service) -> None:

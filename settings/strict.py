@@ -59,7 +59,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: The file is missing or is not TOML; the text says where.
     """
     try:
-        return tomllib.loads(path.read_text())
+        # Editors of Windows may begin a file with a byte order mark.
+        return tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -146,8 +146,13 @@ def check_contents(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     readable for one of the two runs passes.
 
     Raises:
-        ConfigError: The contents of a key differ; the text names the keys.
+        ConfigError: The contents of a key differ, or the tokenizer is not there; the text names the keys.
     """
+    if now.get("data.tokenizer") == fingerprint(()) != before.get("data.tokenizer"):
+        raise ConfigError(
+            "data.tokenizer, by default the model of the actor: the files that the run was trained with are not there; "
+            "a relative path is relative to the working directory"
+        )
     changed = [key for key, there, here in differences(dict(before), dict(now)) if there and here]
     if changed:
         raise ConfigError(

@@ -68,6 +68,10 @@ class ResumePoint:
         store = CheckpointStore(run_dir)
         commits = store.commits()
         if not commits:
+            if (run_dir / COMMIT).is_file():
+                raise ConfigError(
+                    f"{run_dir} is a checkpoint; resume its run, {run_dir.resolve().parent.parent}"
+                )
             raise ConfigError(
                 f"run directory {run_dir}: there is no complete checkpoint to resume from in {store.path.name}/; a run "
                 "writes them with checkpoint.every"

@@ -190,7 +190,7 @@ AnyConfig = Config | Mapping[str, Any] | Path | str
 """A configuration as a user gives it: a `Config`, the tables of one by name, or the path of a TOML file."""
 
 
-def load(path: Path, settings: tuple[str, ...] = ()) -> Config:
+def load(path: Path | str, settings: tuple[str, ...] = ()) -> Config:
     """Reads and validates a config file.
 
     Args:
@@ -201,7 +201,7 @@ def load(path: Path, settings: tuple[str, ...] = ()) -> Config:
         ConfigError: The file cannot be read or is invalid, or a setting has no "=", or a key before its last one is not
             a table; the text is one line that says what is wrong, and where.
     """
-    return validate(Config, with_settings(read_toml(path), settings), str(path))
+    return validate(Config, with_settings(read_toml(Path(path)), settings), str(path))
 
 
 def with_settings(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, field_serializer, field_validator, model_validator
 
 from settings.strict import Positive, Strict
 
@@ -150,6 +150,11 @@ class DataTable(Strict):
         return (
             SourceTable(path=self.train, heldout=heldout, **{key: getattr(self, key) for key in _OF_ROWS}),
         )
+
+    @field_serializer("train", "heldout", when_used="json")
+    def _written(self, path: Path) -> str:
+        """Returns a path as config.toml has it; an empty text where it is not given."""
+        return "" if path == NOWHERE else str(path)
 
     @field_validator("chat_options")
     @classmethod

@@ -110,8 +110,8 @@ class JsonRows(TextRows):
         return starts
 
     def _parsed(self, text: bytes) -> Row:
-        # Lines between two rows are blank.
-        return _json_of(text.partition(b"\n")[0])
+        # Lines between two rows are blank, and a file may begin with a byte order mark.
+        return _json_of(text.removeprefix(codecs.BOM_UTF8).partition(b"\n")[0])
 
 
 class JsonArrayRows(TextRows):
@@ -262,7 +262,7 @@ def _first_character(file: BinaryIO) -> bytes:
     """Returns the first byte of a file that is not a space; nothing where there is none."""
     found = b""
     for line in file:
-        if found := line.strip()[:1]:
+        if found := line.removeprefix(codecs.BOM_UTF8).strip()[:1]:
             break
     file.seek(0)
     return found

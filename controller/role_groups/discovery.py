@@ -21,6 +21,8 @@ RETRY_S = 0.2
 """Pause between two attempts to reach a service, in seconds."""
 SILENCE_S = 2.0
 """Time, in seconds, after which a line names the services that have not responded."""
+HOW_TO_START = "Start services with rlhf-deploy up CONFIG, or have the run start them: --launch"
+STARTED_BY_HAND = "Start it by hand: neither rlhf-deploy nor --launch starts services that are external"
 
 Descriptions = Mapping[str, worker_pb2.DescribeResponse]
 """Responses of services to Describe, by name."""
@@ -65,11 +67,12 @@ class Discovery:
         finally:
             for find in finds.values():
                 find.cancel()
-        lost = [str(find.exception()) for find in finds.values() if find.exception()]
+        lost = {name: str(find.exception()) for name, find in finds.items() if find.exception()}
         if lost:
+            are_external = all(self._config.services[name].external for name in lost)
             raise ServiceLost(
-                f"no service answers within {timeout_s:g} s at {'; at '.join(lost)}. Start services with "
-                "rlhf-deploy up CONFIG, or have the run start them: --launch"
+                f"no service answers within {timeout_s:g} s at {'; at '.join(lost.values())}. "
+                + (STARTED_BY_HAND if are_external else HOW_TO_START)
             )
         return {name: find.result() for name, find in finds.items()}
 

@@ -198,8 +198,10 @@ class Algorithm:
             if table is None and role == name and name in config.also_served:
                 continue
             if table is None:
+                key = self.only_for.get(name)
                 raise ConfigError(
-                    f"services.{name}: {self.name} needs this service, of role {role}; the config has: "
+                    f"services.{name}: {self.name} needs this service, of role {role}"
+                    f"{f', where algorithm.{key} is not 0' if key else ''}; the config has: "
                     f"{', '.join(sorted(config.services))}"
                 )
             if role not in (table.role, find_role(table.role).name):

@@ -221,11 +221,13 @@ class TensorStore(ColumnStore):
         )
 
     def close(self) -> None:
-        """Releases all shards and closes the arena. The kernel frees its memory with the last mapping of any
-        process."""
+        """Closes the arena, and releases the shards on the GPU. Processes that have mapped the arena read its other
+        shards as before; the kernel frees its memory with the last mapping."""
         with self._lock:
             for allocation in list(self._allocations.values()):
-                self._release(allocation)
+                # A cleared header would tell a reader that its rows were released too early.
+                if allocation.shard.space is Space.DEVICE:
+                    self._release(allocation)
             self._arena.close()
         if self.device is not None:
             self.device.arena.close()

@@ -188,6 +188,15 @@ def test_all_services_that_are_not_there_are_told_with_what_to_do(site: Site) ->
     assert not list(site.directory.glob("runs/*"))
 
 
+def test_an_external_service_that_is_not_there_is_to_be_started_by_hand(site: Site) -> None:
+    every = tuple(f"services.{role}.external=true" for role in ROLES)
+    ended = site.controller("run.connect_timeout_s=0.5", *every).end(TIMEOUT_S)
+    assert (ended.code, ended.line.partition(". ")[2]) == (
+        1,
+        "Start it by hand: neither rlhf-deploy nor --launch starts services that are external",
+    )
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

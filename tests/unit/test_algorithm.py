@@ -147,6 +147,13 @@ def test_grpo_needs_a_reference_for_its_kl_alone() -> None:
     without = found.configure(quickstart("groups", "algorithm.kl_loss_coefficient=0"))
     assert without.services.keys() == {"actor", "reward"}
     assert found.configure(without) == without
+    needs_one = without.model_copy(
+        update={"algorithm": without.algorithm.model_copy(update={"kl_loss_coefficient": 0.1})}
+    )
+    assert refusal(found, needs_one) == (
+        "services.reference: grpo needs this service, of role reference, where algorithm.kl_loss_coefficient is not 0; "
+        "the config has: actor, reward"
+    )
 
 
 def test_an_actor_with_adapters_is_the_reference_where_there_is_none() -> None:

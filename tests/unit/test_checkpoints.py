@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from controller.advantage.kl import AdaptiveKL, FixedKL
 from controller.advantage.safe import Multiplier
 from controller.checkpoints import saver
-from controller.checkpoints.digests import Digest, digest_of
+from controller.checkpoints.digests import Digest, digest_of, fingerprint
 from controller.checkpoints.facts import changed_learning_rates, check_config, check_contents, check_platform
 from controller.checkpoints.journal import Journal
 from controller.checkpoints.kept import KeptState
@@ -189,6 +189,12 @@ class TestStore:
             ResumePoint.find(tmp_path)
         with pytest.raises(ConfigError, match="no such directory"):
             ResumePoint.find(tmp_path / "run")
+
+    def test_a_checkpoint_in_place_of_its_run_names_the_run(self, tmp_path: Path) -> None:
+        store = CheckpointStore(tmp_path)
+        write(store, 5)
+        with pytest.raises(ConfigError, match=rf"step-5 is a checkpoint; resume its run, {tmp_path}$"):
+            ResumePoint.find(store.place(5))
 
     def test_files_that_this_host_does_not_see_are_named(self, tmp_path: Path) -> None:
         store = CheckpointStore(tmp_path)
@@ -735,6 +741,15 @@ class TestFacts:
         check_contents({"data.train.0": "ab", "services.actor.model": ""}, {"data.train.0": "ab"})
         with pytest.raises(ConfigError, match=r"^data.train.0: the contents differ from those"):
             check_contents({"data.train.0": "ab"}, {"data.train.0": "cd"})
+
+    def test_a_tokenizer_that_is_not_there_is_told_from_another_one(self) -> None:
+        """As in another working directory, of a config with a relative path."""
+        absent = fingerprint(())
+        check_contents({"data.tokenizer": absent}, {"data.tokenizer": absent})
+        with pytest.raises(ConfigError, match=r"^data.tokenizer.* are not there; .* the working directory$"):
+            check_contents({"data.tokenizer": "ab"}, {"data.tokenizer": absent})
+        with pytest.raises(ConfigError, match=r"^data.tokenizer: the contents differ"):
+            check_contents({"data.tokenizer": "ab"}, {"data.tokenizer": "cd"})
 
 
 @pytest.fixture

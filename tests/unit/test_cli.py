@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import conformance.cli
 import controller.mapping.cli
 import deploy.cli
-from controller import algorithms, cli, job, launch, opening
+from controller import algorithms, cli, export, job, launch, opening
 from controller.config.config import load
 from controller.launch import LaunchedServices
 from rlhf.errors import (
@@ -89,6 +89,56 @@ def test_an_error_that_follows_from_a_lost_service_has_the_launchers_cause_in_fr
     assert str(said) == (
         "service critic: was killed by SIGKILL; reference rank 0 ComputeRefLogProb: shard 9 was released"
     )
+
+
+STARTER = """\
+#!/bin/sh
+echo ready
+exec sleep 60
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no service answers within 6 s at services.reward (127.0.0.1:7104): Connection refused",
+        "reward rank 0 (127.0.0.1:7104) ComputeReward: cannot be reached or died",
+    ],
+)
+def test_no_report_is_waited_for_where_an_external_service_is_lost(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits(seconds: float) -> None:
+        raise AssertionError("it waits for a report of the launcher")
+
+    program = tmp_path / "launcher"
+    program.write_text(STARTER)
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    config = load(QUICKSTART, ("services.reward.external=true",))
+    lost = ServiceLost(text)
+    with LaunchedServices(config, QUICKSTART, tmp_path) as services, monkeypatch.context() as patch:
+        patch.setattr(launch.time, "sleep", waits)
+        assert services.explain(lost) is lost
+
+
+@pytest.mark.parametrize(
+    ("text", "is_kept"),
+    [("interrupted", False), ("refused", False), ("it died (log: {logs}/actor.log)", True)],
+)
+def test_the_log_of_an_export_is_kept_where_an_error_names_it(
+    text: str, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, logs = tmp_path / "launcher", tmp_path / "logs"
+    program.write_text(STARTER)
+    program.chmod(0o755)
+    logs.mkdir()
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(export.tempfile, "mkdtemp", lambda prefix: str(logs))
+    error = KeyboardInterrupt() if text == "interrupted" else ServiceLost(text.format(logs=logs))
+    with pytest.raises(type(error)), export.launched_alone(load(QUICKSTART, ())):
+        raise error
+    assert logs.exists() is is_kept
 
 
 RELAUNCHER = """\

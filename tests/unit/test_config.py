@@ -347,6 +347,10 @@ def test_a_mini_batch_divides_over_the_data_ranks_of_a_mesh_and_not_over_all_its
     assert config.services["actor"].data_ranks == 2  # type: ignore[union-attr]
 
 
+def test_a_path_may_be_a_text() -> None:
+    assert load(str(QUICKSTART), ("run.steps=7",)) == load(QUICKSTART, ("run.steps=7",))
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.toml: No such file"):
         load(tmp_path / "nothing.toml")
@@ -362,6 +366,12 @@ def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b'run.name = "caf\xe9"')
     with pytest.raises(ConfigError, match=r"c\.toml: not TOML: 'utf-8' codec can't decode"):
         load(path)
+
+
+def test_a_byte_order_mark_before_toml_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "marked.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + QUICKSTART.read_bytes())
+    assert load(path, ()) == load(QUICKSTART, ())
 
 
 def test_settings_are_toml_values_or_text() -> None:
@@ -383,6 +393,14 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
     path = write(tmp_path / "c.toml", tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
     assert load(path) == config
     assert tomllib.loads(path.read_text())["run"]["steps"] == 7
+
+
+def test_a_path_of_data_that_is_not_given_is_resolved_as_an_empty_text() -> None:
+    """And not as the working directory."""
+    config = load(QUICKSTART, ("data.heldout_rows=5",))
+    tables = config.model_dump(mode="json", exclude_none=True)
+    assert (tables["data"]["heldout"], tables["data"]["train"]) == ("", "runs/arithmetic/train.jsonl")
+    assert Config.model_validate(tables) == config
 
 
 def tables_of(annotation: Any) -> set[type[BaseModel]]:

@@ -84,3 +84,10 @@ def test_an_end_whose_log_is_gone_is_explained_without_it(tmp_path: Path) -> Non
     log = tmp_path / "actor.log"
     assert explain_exit({0: 1}, 1, log) == f"exited with code 1 (log: {log})"
     assert evidence(log, since=5) == f" (log: {log})"
+
+
+def test_that_a_service_was_ready_explains_no_end(tmp_path: Path) -> None:
+    log = tmp_path / "reward.log"
+    log.write_text("a warning\nready: reward at 127.0.0.1:7103, 1 rank\n")
+    assert explain_exit({0: 3}, 1, log) == f"exited with code 3: a warning (log: {log})"
+    assert evidence(log, since=len("a warning\n")) == f" (log: {log})"

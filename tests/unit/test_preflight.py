@@ -189,3 +189,16 @@ def test_an_endpoint_whose_secret_is_missing_is_named_by_its_key(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^services\.reward\.kind: .* needs httpx, which is not installed"):
         preflight.check_endpoint("reward", config.services["reward"])
+
+
+def test_a_code_grader_without_bubblewrap_is_refused_unless_it_may_do_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("services.reward.kind=sandbox", "services.reward.function=")
+    table = load(QUICKSTART, settings).services["reward"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^services\.reward\.kind: sandbox: bwrap is not on PATH: install"):
+        preflight.check_sandbox("reward", table)
+    bold = load(QUICKSTART, (*settings, "services.reward.sandbox.allow_unsandboxed=true"))
+    preflight.check_sandbox("reward", bold.services["reward"])
+    preflight.check_sandbox("reward", load(QUICKSTART).services["reward"])

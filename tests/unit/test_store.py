@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
 from nccl_transfer.store import arena
-from nccl_transfer.store.arena import ALIGNMENT, COPIED_BYTES
+from nccl_transfer.store.arena import ALIGNMENT, COPIED_BYTES, ArenaReader
 from nccl_transfer.store.free_list import FreeList
 from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.errors import OutOfSpace, Refused, TransferError
@@ -302,6 +302,18 @@ def test_what_was_read_of_an_arena_that_was_closed_cannot_be_verified():
     store.close()
     with pytest.raises(Refused, match="the arena was closed"):
         store.reader.check([shard])
+
+
+def test_a_peer_reads_what_it_has_mapped_of_a_rank_that_has_left():
+    """Rows were not released: a call that reads them goes on, and the next call on the rank finds it lost."""
+    store = new_store()
+    shard = store.put(np.arange(16, dtype=np.uint8), LEASE)
+    peer = ArenaReader.of_peer(os.dup(store.reader.fd), store.reader.nbytes, store.reader.nonce)
+    peer.check([shard])
+    store.close()
+    peer.check([shard])
+    (view,) = peer.views([ByteRange(shard, 0, 16)])
+    assert bytes(view) == bytes(range(16))
 
 
 def test_the_arena_can_be_neither_resized_nor_written_to_through_its_descriptor():

@@ -43,6 +43,19 @@ def test_a_json_file_may_be_one_array(indent: int | None, name: str, tmp_path: P
     assert list(rows) == [rows[i] for i in range(len(rows))] == ROWS
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", "\n".join(json.dumps(row) for row in ROWS)),
+        ("a.json", "\n".join(json.dumps(row) for row in ROWS)),
+        ("a.json.gz", json.dumps(ROWS)),
+    ],
+)
+def test_a_byte_order_mark_before_json_is_skipped(name: str, text: str, tmp_path: Path) -> None:
+    path = written(tmp_path, name, b"\xef\xbb\xbf" + text.encode())
+    assert list(open_rows(path, "data.train")) == ROWS
+
+
 def test_a_json_file_may_have_one_object_on_each_line(tmp_path: Path) -> None:
     content = "".join(json.dumps(row) + "\n" for row in ROWS)
     assert list(open_rows(written(tmp_path, "a.json", content.encode()), "data.train")) == ROWS
