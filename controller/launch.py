@@ -109,9 +109,8 @@ class LaunchedServices:
     def _loss(self, error: RlhfError) -> str:
         """Returns the last report of a service that is started again and whose loss the error is, unless it was taken;
         empty where there is none."""
-        service = str(error).partition(" rank ")[0]
-        losses = self._losses(service) if is_loss(error) else []
-        return f"service {service}: {losses[-1]}" if len(losses) > self._taken[service] else ""
+        losses = self._losses(error.called) if is_loss(error) else []
+        return f"service {error.called}: {losses[-1]}" if len(losses) > self._taken[error.called] else ""
 
     def _losses(self, service: str) -> list[str]:
         """Returns why a service was lost each time that the launcher has started it again."""

@@ -146,7 +146,7 @@ class Replacement:
                 break
             except RlhfError as again:
                 if not is_loss(again) or self._is_hopeless(deadline):
-                    raise ServiceLost(f"{error}; {again}") if is_loss(again) else again from error
+                    raise self._failed(error, again) from error
             await asyncio.sleep(POLL_S)
         cause = await self._cause()
         self.number, self._under_way = self.number + 1, None
@@ -167,6 +167,14 @@ class Replacement:
             await rejoin
         finally:
             rejoin.cancel()
+
+    def _failed(self, error: RlhfError, again: RlhfError) -> RlhfError:
+        """Returns the error of a replacement that has failed with `again`, after the loss `error`."""
+        if not is_loss(again):
+            return again
+        lost = ServiceLost(f"{error}; {again}")
+        lost.called = self._service
+        return lost
 
     def _is_hopeless(self, deadline: float) -> bool:
         return time.monotonic() >= deadline or self._has_failed()

@@ -214,6 +214,7 @@ def test_a_replacement_that_fails_is_the_error_of_all_calls(
             with pytest.raises(type(error)) as raised:
                 await call()
             assert str(raised.value) == expected
+            assert raised.value.called == ("reward" if isinstance(error, ServiceLost) else "")
 
     asyncio.run(main())
     assert not lost.reported
