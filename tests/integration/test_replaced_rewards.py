@@ -17,7 +17,7 @@ import pytest
 from controller.config.config import Config
 from controller.tracking.metrics import read_metrics
 from controller.tracking.timeline import read_events
-from integration.harness import Processes, free_ports, wait_for_line, wait_until, write_config
+from integration.harness import Processes, Service, free_ports, wait_for_line, wait_until, write_config
 from integration.resuming import RUN_TIMEOUT_S, Results, Resumable, resumable, sleep_until, with_tables
 from integration.test_resume_launched import LAUNCHED, launched, rank_of, undisturbed
 
@@ -98,6 +98,36 @@ def test_a_launched_reward_that_dies_in_calls_is_started_again_and_the_results_a
         spans = [e for e in read_events(run.run_dir / "timeline.json") if e["name"] == "lost and replaced"]
         assert len(spans) == 5
         assert (run.run_dir / "logs" / "reward.log").read_text().count("serving") != 1
+    assert not run.processes.living()
+
+
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.full)], ids=["one rank", "one of two ranks"]
+)
+def test_a_reward_that_is_stopped_in_a_call_is_used_again_when_the_same_processes_go_on(
+    ranks: int, small: Config, expected: Results, tmp_path: Path
+) -> None:
+    """Nothing starts it again, since none of its processes has ended."""
+    table = dying(small, tmp_path, "60", instead="stop", ranks=ranks)
+    with resumable(table, tmp_path, algorithm="dr_grpo", options=LAUNCHED) as run:
+        process = run.start()
+        wait_for_step(run, process, 0)
+        with contextlib.closing(Service("reward", table.services["reward"].address)) as service:
+            pids = [rank.pid for rank in service.description.ranks]
+        assert process.stdout is not None
+        said = next(line for line in process.stdout if "until services.reward serves again" in line)
+        assert "its process is stopped" in said
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        out, err = run.finish(process)
+        assert (
+            "reward: it could not be reached; it answers again, sent again: compute_reward of step 2 (1 of 3)"
+            in out.replace("\n", " ")
+        ), out
+        assert not err
+        assert results(run) == without_losses(expected)
+        assert losses(run) == [("reward", 2)]
+        assert (run.run_dir / "logs" / "reward.log").read_text().count("ready: ") == 1
     assert not run.processes.living()
 
 
