@@ -129,11 +129,12 @@ async def _end_session(group: RoleGroup) -> None:
 
 async def introduce(groups: Sequence[RoleGroup], again: str = "") -> None:
     """Sends every rank the endpoints of all ranks (Introduce); ranks connect only to endpoints that they were sent.
+    Services that are lost, or were started again, are left to their next calls, which have them replaced.
 
     Args:
         groups: Role groups of the services.
-        again: Name of one that was started again. Others that are lost, or were started again too, are then left to
-            their next calls, which end the run or have them replaced. Default: none was.
+        again: Name of one that was started again. Others are then left to their next calls also where these end the
+            run. Default: none was.
 
     Raises:
         RlhfError: A rank does not respond.
@@ -145,7 +146,8 @@ async def introduce(groups: Sequence[RoleGroup], again: str = "") -> None:
             await group.introduce(endpoints)
         except RlhfError as error:
             # Refused by a process in which the session has not begun.
-            if again in ("", group.name) or not (is_loss(error) or isinstance(error, Refused)):
+            is_left = group.name != again and bool(again or group.replacement)
+            if not (is_left and (is_loss(error) or isinstance(error, Refused))):
                 raise
 
     await asyncio.gather(*map(send, groups))

@@ -283,10 +283,12 @@ def test_a_launcher_that_fails_ends_the_wait_for_a_service() -> None:
 class Introduced:
     """A role group of a rank that takes introductions, or fails to."""
 
-    def __init__(self, name: str, error: RlhfError | None = None) -> None:
+    def __init__(
+        self, name: str, error: RlhfError | None = None, replacement: Replacement | None = None
+    ) -> None:
         endpoint = common_pb2.Endpoint(address=f"{name}:1", service=name)
         self.name, self.description = name, worker_pb2.DescribeResponse(ranks=[{"endpoint": endpoint}])
-        self.error, self.known = error, set[str]()
+        self.error, self.replacement, self.known = error, replacement, set[str]()
 
     async def introduce(self, endpoints: list[common_pb2.Endpoint]) -> None:
         if self.error:
@@ -314,6 +316,10 @@ def test_two_services_that_are_lost_together_do_not_keep_each_other_from_the_ses
     for again in ("", "cost"):
         with pytest.raises(type(error), match=str(error)):
             asyncio.run(introduce(groups, again=again))
+    cost.replacement = Lost().replacement
+    asyncio.run(introduce(groups))
+    with pytest.raises(type(error), match=str(error)):
+        asyncio.run(introduce(groups, again="cost"))
 
 
 def test_a_service_that_is_silent_when_another_is_taken_into_the_session_ends_the_wait() -> None:
