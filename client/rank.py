@@ -74,7 +74,9 @@ class RankClient:
         if not self._session or method.spec is None:
             return asyncio.ensure_future(self.reach(method, request, timeout_s))
         if self._stream is None:
-            self._stream = CallStream(str(self), self._callable(WORKER["Dispatch"]), self._session)
+            self._stream = CallStream(
+                self.service, str(self), self._callable(WORKER["Dispatch"]), self._session
+            )
         return self._stream.start(method, _serialized(request), timeout_s)
 
     async def reach(self, method: Method, request: Any, timeout_s: float) -> Any:
@@ -115,7 +117,7 @@ class RankClient:
             # gRPC cancels the calls of a channel that is closed, and refuses further ones.
             if not self._is_closed or _is_cancelled():
                 raise
-            raise ServiceLost(f"{self} {method.name}: the connection was closed") from None
+            raise self._named(ServiceLost(f"{self} {method.name}: the connection was closed")) from None
 
     async def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:
         """Makes a server-streaming call, without a timeout, and yields its responses until the server ends the stream
@@ -124,7 +126,7 @@ class RankClient:
             async for response in self._callable(method)(request):
                 yield response
         except grpc.RpcError as error:
-            raise from_rpc_error(error, f"{self} {method.name}") from error
+            raise self._named(from_rpc_error(error, f"{self} {method.name}")) from error
 
     async def close(self) -> None:
         """Closes the stream of calls and the channel. Pending calls and further unary ones fail with ServiceLost."""
@@ -137,8 +139,13 @@ class RankClient:
         explained = from_rpc_error(error, f"{self} {method.name}")
         if isinstance(explained, DeadlineExceeded) and not explained.remote_traceback:
             # gRPC's own deadline, without an answer of the rank.
-            return unanswered(str(self), method, timeout_s)
-        return explained
+            explained = unanswered(str(self), method, timeout_s)
+        return self._named(explained)
+
+    def _named(self, error: RlhfError) -> RlhfError:
+        """Returns the error of a call, which has the name of the service from then on."""
+        error.called = self.service
+        return error
 
     def _callable(self, method: Method) -> Any:
         if method.path not in self._callables:

@@ -215,6 +215,10 @@ class Session:
         has ended."""
         return self.newest if step is None or step.has_ended else step
 
+    def new_call_id(self) -> str:
+        """Returns a call id that no call has had."""
+        return f"{self.name}_{next(self._call_numbers)}"
+
     def header(self, step: StepContext, service: str, method: str) -> common_pb2.Call:
         """Returns the header of the next call of a service's method in a step, with a new call id and the step's next
         ordinal. Its sequence number and epoch are set by `FanOut.address`."""
@@ -230,7 +234,7 @@ class Session:
         places = [(chunk, of) for of in (prepared_by, chunks) for chunk in range(of)]
         return [
             common_pb2.Call(
-                call_id=f"{self.name}_{next(self._call_numbers)}",
+                call_id=self.new_call_id(),
                 session=self.name,
                 session_started_unix_ns=self.claimed_unix_ns,
                 take_over=self.take_over,

@@ -68,13 +68,14 @@ class CallStream:
     the call. Where the rank cannot be reached for seconds (see `Outage`), all calls fail.
 
     Args:
+        service: Name of the service in the config.
         who: Service, rank and address, for messages of errors.
         open_stream: Function that starts the gRPC call of a stream and returns it.
         session: Name of the session, the first message on every stream.
     """
 
-    def __init__(self, who: str, open_stream: Callable[[], Any], session: str) -> None:
-        self._who = who
+    def __init__(self, service: str, who: str, open_stream: Callable[[], Any], session: str) -> None:
+        self._service, self._who = service, who
         self._open_stream = open_stream
         self._session = session
         self._numbers = itertools.count()
@@ -251,6 +252,7 @@ class CallStream:
 
     def _fail(self, number: int, error: RlhfError) -> None:
         call = self._calls.pop(number)
+        error.called = self._service
         if not call.answer.done():
             call.answer.set_exception(error)
 

@@ -50,7 +50,7 @@ class LaunchedServices:
         tied = [sys.executable, "-m", "deploy.with_parent", str(os.getpid())]
         command = [sys.executable, "-m", "deploy", "up", str(config_path), "--log-dir", str(log_dir)]
         self._command = tied + command
-        self._external = [table.address for table in config.services.values() if table.external]
+        self._external = {name for name, table in config.services.items() if table.external}
         self._log = log_dir / "launcher.log"
         self._stopped = threading.Event()
         self._taken: Counter[str] = Counter()
@@ -87,13 +87,12 @@ class LaunchedServices:
 
         The launcher reports a lost service before it stops the others, so an error that follows from this has its
         cause in the log. A ServiceLost may come before the report: up to `EXPLAIN_TIMEOUT_S` are waited for it, unless
-        it names the address of an external service, of which the launcher knows nothing. A DeadlineExceeded names a
+        it is of a call of an external service, of which the launcher knows nothing. A DeadlineExceeded names a
         rank that is stuck, from which a report may follow but not the other way round. A LostAgain has the cause
         already. A service that is started again explains errors of its own calls alone."""
         if isinstance(error, DeadlineExceeded | LostAgain):
             return error
-        is_external = any(f"({address})" in str(error) for address in self._external)
-        may_follow = isinstance(error, ServiceLost) and not is_external
+        may_follow = isinstance(error, ServiceLost) and error.called not in self._external
         deadline = time.monotonic() + (EXPLAIN_TIMEOUT_S if may_follow else 0.0)
         while not (cause := self._cause() or self._loss(error)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -113,9 +112,8 @@ class LaunchedServices:
     def _loss(self, error: RlhfError) -> str:
         """Returns the last report of a service that is started again and whose loss the error is, unless it was taken;
         empty where there is none."""
-        service = str(error).partition(" rank ")[0]
-        losses = self._losses(service) if is_loss(error) else []
-        return f"service {service}: {losses[-1]}" if len(losses) > self._taken[service] else ""
+        losses = self._losses(error.called) if is_loss(error) else []
+        return f"service {error.called}: {losses[-1]}" if len(losses) > self._taken[error.called] else ""
 
     def _losses(self, service: str) -> list[str]:
         """Returns why a service was lost each time that the launcher has started it again."""

@@ -66,6 +66,7 @@ SET_FOR_VLLM: Mapping[str, str] = {
             "logprobs_mode",
             "distributed_executor_backend",
             "additional_config",
+            "speculative_config",
             "disable_log_stats",
             "use_tqdm_on_load",
         ),

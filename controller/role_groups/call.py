@@ -177,6 +177,9 @@ class GroupCall:
                 name, step = self.method.snake_name, self.step
                 if await replacement.after(error, name, step.number, number, losses):
                     step.note(f"{RESTARTS}{self.callee.name}", 1)
+                if self.callee.description.epoch:
+                    # By its id, ranks that were not started again know the call as one that was stopped.
+                    self.header.call_id = self.callee.session.new_call_id()
 
     async def _answered(
         self, running: dict[str, RunningCall], distribution: RowDistribution, parts: Sequence[BatchPart]

@@ -8,6 +8,7 @@ import gc
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -30,13 +31,13 @@ from controller.role_groups.group import INTRODUCE_S, RoleGroup
 from controller.role_groups.loop import Loop
 from controller.role_groups.placement import Placement
 from controller.role_groups.rejoining import clients_of, find_again, introduce, replacement_of
-from controller.role_groups.replacement import Launcher, Replaced, Replacement
+from controller.role_groups.replacement import Launcher, Replaced, is_loss
 from controller.role_groups.residency import residency_of
 from controller.role_groups.roles import group_type
 from controller.role_groups.watch import StatusWatch
 from controller.role_groups.weights import sync_weights
 from rlhf.contract import role_methods
-from rlhf.errors import ConfigError, InvalidRequest
+from rlhf.errors import ConfigError, InvalidRequest, RlhfError
 from rlhf.v1 import worker_pb2
 
 CLOSE_S = 5.0
@@ -98,8 +99,7 @@ class Cluster:
     def __init__(
         self, config: Config, session: Session, loop: Loop | None = None, launcher: Launcher | None = None
     ) -> None:
-        self.config = config
-        self.session = session
+        self.config, self.session = config, session
         self.groups: dict[str, RoleGroup] = {}
         self.origins: dict[str, str] = {}
         self.on_replaced: Callable[[Replaced], None] = lambda replaced: None
@@ -136,8 +136,10 @@ class Cluster:
             is_patient: As in `wait_until_free`.
             rejected: Directory in which services keep the rows that they refuse to train on. Default: they keep none.
 
+        A reward that is lost meanwhile is replaced as in a step, if it may be.
+
         Raises:
-            ServiceLost: Services do not respond within `run.connect_timeout_s`; the text names all of them.
+            ServiceLost: Services do not respond within `run.connect_timeout_s`, and the text names all; or one is lost.
             ConfigError: A service is not the one that the config describes.
             Refused: Another run holds a service.
             InvalidRequest: A service cannot write to its directory in `outputs`.
@@ -148,8 +150,8 @@ class Cluster:
         admit(self.descriptions)
         for line in sharing_lines(ours):
             say(line)
-        moving = self._placement.moving
-        free = wait_until_free(ours, self.session, _describe, say, is_patient=is_patient, alone=moving)
+        parts = ours, self.session, partial(_describe, self.groups), say
+        free = wait_until_free(*parts, is_patient=is_patient, alone=self._placement.moving)
         self._loop.run(free, GONE_WITHIN_S + 2 * CLOSE_S)
         # What is replaced by a checkpoint need not be loaded from the model directory before.
         kept = {name: keep_weights or name in restoration.names for name in ours}
@@ -165,8 +167,6 @@ class Cluster:
         held = {name: id for name, id in self.state_ids().items() if name in restoration.names}
         self._load(restoration.choose(held))
         self._loop.run(introduce(list(ours.values())), INTRODUCE_S + CLOSE_S)
-        for name in self.groups.keys() - moving:
-            self.groups[name].replacement = self._replacement(name, say)
 
     def reconnect(self, name: str) -> None:
         """Connects to service `name`, which was restarted and has no state of the run, begins the session on it, and
@@ -288,10 +288,11 @@ class Cluster:
             self._also_served[name] = self._second_role(name, host)
         for group in self._ours.values():
             self._watch.begin(group.clients)
-
-    def _replacement(self, name: str, say: Callable[[str], None]) -> Replacement | None:
-        parts = self.config, self.groups, name, self._watch, say, lambda replaced: self.on_replaced(replaced)
-        return replacement_of(*parts, self._launcher)
+        for name in self.groups.keys() - self._placement.moving:
+            parts = self.config, self.groups, name, self._watch, say
+            self.groups[name].replacement = replacement_of(
+                *parts, report=lambda replaced: self.on_replaced(replaced), launcher=self._launcher
+            )
 
     def _group(self, name: str, description: worker_pb2.DescribeResponse) -> RoleGroup:
         of_what_learns = self.config.services[name].keeps_state or name in self.config.valuers.values()
@@ -330,8 +331,15 @@ class Cluster:
         await asyncio.gather(*(client.close() for client in clients))
 
 
-async def _describe(client: RankClient) -> worker_pb2.DescribeResponse:
-    return await client.reach(WORKER["Describe"], worker_pb2.DescribeRequest(brief=True), CLOSE_S)
+async def _describe(groups: Mapping[str, RoleGroup], client: RankClient) -> worker_pb2.DescribeResponse:
+    """Returns the response of a rank to Describe; an empty one of a rank that is lost, if its next call has it
+    replaced. `groups`: role groups of all services, by name."""
+    try:
+        return await client.reach(WORKER["Describe"], worker_pb2.DescribeRequest(brief=True), CLOSE_S)
+    except RlhfError as error:
+        if not (groups[client.service].replacement and is_loss(error)):
+            raise
+        return worker_pb2.DescribeResponse()
 
 
 def spare_garbage_collector() -> None:

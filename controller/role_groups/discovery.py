@@ -69,11 +69,13 @@ class Discovery:
                 find.cancel()
         lost = {name: str(find.exception()) for name, find in finds.items() if find.exception()}
         if lost:
-            are_external = all(self._config.services[name].external for name in lost)
-            raise ServiceLost(
+            to_launch = [name for name in lost if not self._config.services[name].external]
+            error = ServiceLost(
                 f"no service answers within {timeout_s:g} s at {'; at '.join(lost.values())}. "
-                + (STARTED_BY_HAND if are_external else HOW_TO_START)
+                + (HOW_TO_START if to_launch else STARTED_BY_HAND)
             )
+            error.called = (to_launch or list(lost))[0]
+            raise error
         return {name: find.result() for name, find in finds.items()}
 
     async def find(self, name: str, deadline: float, ended: int = 0) -> worker_pb2.DescribeResponse:
@@ -147,7 +149,9 @@ class Discovery:
                             f"services.{name}.address: {table.address} is no service of this cluster: {error}"
                         ) from error
                 if time.monotonic() + RETRY_S > deadline:
-                    raise ServiceLost(f"{self._named(name)}{why}")
+                    lost = ServiceLost(f"{self._named(name)}{why}")
+                    lost.called = name
+                    raise lost
                 await asyncio.sleep(RETRY_S)
         finally:
             await client.close()

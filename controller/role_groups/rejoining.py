@@ -1,11 +1,11 @@
-"""Takes a service that was started again into the session of a run."""
+"""Takes a service that was lost and serves again into the session of a run."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from client.rank import RankClient
+from client.rank import WORKER, RankClient
 from controller.config.config import Config
 from controller.role_groups.admission import check_same, check_tables, with_chosen
 from controller.role_groups.device_check import check_devices
@@ -14,8 +14,11 @@ from controller.role_groups.group import RoleGroup
 from controller.role_groups.replacement import Launcher, Replaced, Replacement, is_loss
 from controller.role_groups.watch import StatusWatch
 from rlhf.access import Access
-from rlhf.errors import Refused, RlhfError
+from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost
 from rlhf.v1 import worker_pb2
+
+END_S = 5.0
+"""Longest time, in seconds, that a rank may take to end a session, which it does at once."""
 
 
 def clients_of(name: str, description: worker_pb2.DescribeResponse, session: str) -> list[RankClient]:
@@ -59,12 +62,13 @@ def replacement_of(
     if launcher:
         wait_s += table.startup_timeout_s
 
-    async def rejoin(deadline: float) -> None:
-        group = groups[name]
-        await find_again(config, groups, name, watch, deadline, ended=group.description.epoch)
-        if group.description.epoch:
+    async def rejoin(deadline: float, may_be_same: bool) -> bool:
+        group, epoch = groups[name], groups[name].description.epoch
+        await find_again(config, groups, name, watch, deadline, ended=0 if may_be_same else epoch)
+        if epoch:
             await group.call_within("begin_session", group.session.newest)
             await introduce([each for each in groups.values() if each.description.epoch], again=name)
+        return not epoch or group.description.epoch != epoch
 
     return Replacement(name, table.allowed_restarts, wait_s, rejoin, say, report, launcher)
 
@@ -77,8 +81,9 @@ async def find_again(
     deadline: float,
     ended: int = 0,
 ) -> None:
-    """Waits until a lost service serves again. Its role group calls the new ranks from then on; the session has to
-    begin on them, and they have to be introduced.
+    """Waits until a lost service serves again, by new processes, or by those of before, on which it then ends the
+    session. Its role group calls these ranks from then on; the session has to begin on them, and they have to be
+    introduced.
 
     Args:
         config: Config of the run.
@@ -89,7 +94,7 @@ async def find_again(
         ended: Epoch that has ended. Default: the service may serve in any.
 
     Raises:
-        ServiceLost: The service does not serve until then.
+        ServiceLost: The service does not serve until then, or not all of its ranks answer.
         ConfigError: It is not the service of the config, or its results would not be those of the service before.
     """
     group = groups[name]
@@ -103,6 +108,8 @@ async def find_again(
     check_same(name, config.services[name], before[name], description)
     if not description.epoch:
         return  # a server without sessions, to which its channel connects again by itself
+    if description.epoch == group.description.epoch:
+        await _end_session(group)
     old, clients = list(group.clients), clients_of(name, description, group.session.name)
     watch.end([name])
     watch.begin(clients)
@@ -110,13 +117,24 @@ async def find_again(
     await asyncio.gather(*(client.close() for client in old))
 
 
+async def _end_session(group: RoleGroup) -> None:
+    """Ends the session on all ranks of a service, whose calls of before then neither run nor count. Raises ServiceLost
+    where a rank does not answer."""
+    request = worker_pb2.EndSessionRequest(session=group.session.name)
+    try:
+        await group.ranks.reach_all(WORKER["EndSession"], request, END_S)
+    except DeadlineExceeded as error:
+        raise ServiceLost(str(error)) from error
+
+
 async def introduce(groups: Sequence[RoleGroup], again: str = "") -> None:
     """Sends every rank the endpoints of all ranks (Introduce); ranks connect only to endpoints that they were sent.
+    Services that are lost, or were started again, are left to their next calls, which have them replaced.
 
     Args:
         groups: Role groups of the services.
-        again: Name of one that was started again. Others that are lost, or were started again too, are then left to
-            their next calls, which end the run or have them replaced. Default: none was.
+        again: Name of one that was started again. Others are then left to their next calls also where these end the
+            run. Default: none was.
 
     Raises:
         RlhfError: A rank does not respond.
@@ -128,7 +146,8 @@ async def introduce(groups: Sequence[RoleGroup], again: str = "") -> None:
             await group.introduce(endpoints)
         except RlhfError as error:
             # Refused by a process in which the session has not begun.
-            if again in ("", group.name) or not (is_loss(error) or isinstance(error, Refused)):
+            is_left = group.name != again and bool(again or group.replacement)
+            if not (is_left and (is_loss(error) or isinstance(error, Refused))):
                 raise
 
     await asyncio.gather(*map(send, groups))

@@ -1,5 +1,5 @@
 """Replacement of a service that is lost during a run and holds none of its state: calls wait until the service serves
-again, and are sent again."""
+again, by new processes or by those that did not answer for a time, and are sent again."""
 
 from __future__ import annotations
 
@@ -63,6 +63,12 @@ def is_loss(error: BaseException) -> bool:
     return isinstance(error, PeerFailed | Restarted)
 
 
+def may_answer_again(error: BaseException) -> bool:
+    """Whether the processes of a service that a call was lost with may be as they were: they could not be reached, as
+    while one is stopped. False where one of them has said that it ends, or was started again."""
+    return isinstance(error, ServiceLost) and not error.service
+
+
 class Replacement:
     """Waits for one service when it is lost, once for all calls that were lost with it. Use it from the event loop
     only.
@@ -71,8 +77,9 @@ class Replacement:
         service: Name of the service.
         allowed: Number of times that a call may be sent again, `restarts` of the service.
         wait_s: Longest time, in seconds, to wait until the service serves again.
-        rejoin: Coroutine function that returns when the service serves again and is in the session, at the latest at a
-            time of `time.monotonic`, at which it raises ServiceLost.
+        rejoin: Coroutine function that returns when the service serves again and is in the session: whether by new
+            processes. Its arguments are the latest time, of `time.monotonic`, at which it raises ServiceLost, and
+            whether the processes may be those of before, as of `may_answer_again`.
         say: Called with lines of text for the terminal.
         report: Called with each replacement.
         launcher: Launcher of the service. Default: the run has started none.
@@ -87,7 +94,7 @@ class Replacement:
         service: str,
         allowed: int,
         wait_s: float,
-        rejoin: Callable[[float], Awaitable[None]],
+        rejoin: Callable[[float, bool], Awaitable[bool]],
         say: Callable[[str], None],
         report: Callable[[Replaced], None],
         launcher: Launcher | None = None,
@@ -139,35 +146,47 @@ class Replacement:
         return is_first
 
     async def _replace(self, error: RlhfError, step: int) -> None:
-        lost_s, deadline = steady_unix_s(), time.monotonic() + self.wait_s
+        lost_s, deadline, latest = steady_unix_s(), time.monotonic() + self.wait_s, error
         self._say(f"{error}; waiting up to {self.wait_s:g} s until services.{self._service} serves again")
         while True:
             try:
-                await self._rejoined(deadline)
+                is_new = await self._rejoined(deadline, may_be_same=may_answer_again(latest))
                 break
             except RlhfError as again:
+                latest = again
                 if not is_loss(again) or self._is_hopeless(deadline):
-                    raise ServiceLost(f"{error}; {again}") if is_loss(again) else again from error
+                    raise self._failed(error, again) from error
             await asyncio.sleep(POLL_S)
-        cause = await self._cause()
+        cause, how = "it could not be reached", "it answers again"
+        if is_new:
+            cause, how = await self._cause(), "it was started again"
         self.number, self._under_way = self.number + 1, None
         calls = ", ".join(
             f"{call}{f', {count} calls' if count > 1 else ''}" for call, count in self._lost_calls.items()
         )
         self._lost_calls.clear()
-        self._say(f"{self._service}: {cause}; it was started again, sent again: {calls}")
+        self._say(f"{self._service}: {cause}; {how}, sent again: {calls}")
         self._report(Replaced(self._service, step, cause, lost_s, steady_unix_s()))
 
-    async def _rejoined(self, deadline: float) -> None:
-        """Calls `rejoin`. Raises ServiceLost, without waiting for it any longer, where the launcher has failed."""
-        rejoin = asyncio.ensure_future(self._rejoin(deadline))
+    async def _rejoined(self, deadline: float, *, may_be_same: bool) -> bool:
+        """Calls `rejoin`, and returns its result. Raises ServiceLost, without waiting for it any longer, where the
+        launcher has failed."""
+        rejoin = asyncio.ensure_future(self._rejoin(deadline, may_be_same))
         try:
             while not (await asyncio.wait([rejoin], timeout=POLL_S))[0]:
                 if self._has_failed():
                     raise ServiceLost("the launcher stops all services")
-            await rejoin
+            return await rejoin
         finally:
             rejoin.cancel()
+
+    def _failed(self, error: RlhfError, again: RlhfError) -> RlhfError:
+        """Returns the error of a replacement that has failed with `again`, after the loss `error`."""
+        if not is_loss(again):
+            return again
+        lost = ServiceLost(f"{error}; {again}")
+        lost.called = self._service
+        return lost
 
     def _is_hopeless(self, deadline: float) -> bool:
         return time.monotonic() >= deadline or self._has_failed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +26,10 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path) -> None:
         """Raises RlhfError where the files cannot be created."""
-        self._lines = AppendFile(run_dir, METRICS_FILE)
-        self._events = EventFile(run_dir)
+        with contextlib.ExitStack() as opened:
+            self._lines = opened.enter_context(contextlib.closing(AppendFile(run_dir, METRICS_FILE)))
+            self._events = EventFile(run_dir)
+            opened.pop_all()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the metrics of a step, and returns when they are on the disk.

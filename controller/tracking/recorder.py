@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -53,11 +53,13 @@ class Recorder:
         self._observers = observers
         self._reported_s = time.monotonic()
         self._figures = Figures.read(directory.path)
-        self._metrics = MetricsWriter(directory.path)
-        self._samples = SamplesWriter(directory.path)
-        self._timeline = Timeline(directory.path, self.started_s)
         self._offloaded_s: dict[str, float] = {}
         directory.write_json(RUN_FILE, self._identity)
+        with ExitStack() as opened:
+            self._metrics = opened.enter_context(closing(MetricsWriter(directory.path)))
+            self._samples = opened.enter_context(closing(SamplesWriter(directory.path)))
+            self._timeline = Timeline(directory.path, self.started_s)
+            opened.pop_all()
 
     @property
     def path(self) -> Path:

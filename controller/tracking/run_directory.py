@@ -125,15 +125,21 @@ class AppendFile:
     Args:
         run_dir: The run directory.
         name: Path of the file in it.
+        first: Record that is appended at once. Default: none is.
         syncs: Whether `append` calls fsync. False: records of the last seconds may be lost if the machine crashes.
     """
 
-    def __init__(self, run_dir: Path, name: str, *, syncs: bool = True) -> None:
+    def __init__(self, run_dir: Path, name: str, first: bytes = b"", *, syncs: bool = True) -> None:
         self._run_dir, self._name, self._syncs = run_dir, name, syncs
         self._ownership = Ownership(run_dir)
         with writing(run_dir, name):
             (run_dir / name).parent.mkdir(exist_ok=True)
             self._file = open(run_dir / name, "ab", buffering=0)  # noqa: SIM115
+        if first:
+            with contextlib.ExitStack() as unless_written:
+                unless_written.callback(self.close)
+                self.append(first)
+                unless_written.pop_all()
 
     def append(self, record: bytes) -> None:
         """Appends one record, and syncs it where `syncs` is set.

@@ -32,9 +32,8 @@ class EventFile:
     def __init__(self, run_dir: Path) -> None:
         found = sorted((run_dir / DIRECTORY).glob("events.out.tfevents.*"))
         name = found[-1].name if found else f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
-        self._file = AppendFile(run_dir, f"{DIRECTORY}/{name}")
-        if not found:
-            self._file.append(record(_wall_time(time.time()) + _bytes(3, b"brain.Event:2")))
+        version = record(_wall_time(time.time()) + _bytes(3, b"brain.Event:2"))
+        self._file = AppendFile(run_dir, f"{DIRECTORY}/{name}", b"" if found else version)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends the scalars of a step, by name. Raises RlhfError where writing fails."""

@@ -111,10 +111,11 @@ class Timeline:
 
     def _begin(self) -> None:
         self._tracks = _Tracks()
-        self._num_bytes = 0
-        self._file = AppendFile(self._run_dir, TIMELINE_FILE, syncs=False)
         origin = {"unix_s": self._started_us / 1e6}
-        self._write("[\n" + json_text({"ph": "M", "name": "run_started", "pid": 0, "tid": 0, "args": origin}))
+        event = {"ph": "M", "name": "run_started", "pid": 0, "tid": 0, "args": origin}
+        first = f"[\n{json_text(event)}".encode()
+        self._file = AppendFile(self._run_dir, TIMELINE_FILE, first, syncs=False)
+        self._num_bytes = len(first)
 
     def _go_on(self) -> None:
         path = self._run_dir / TIMELINE_FILE

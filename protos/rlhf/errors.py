@@ -52,6 +52,8 @@ class RlhfError(Exception):
     """Traceback on the rank that raised the error; empty for errors raised in this process."""
     service: str = ""
     """Name of the service that raised the error; empty for errors raised in this process."""
+    called: str = ""
+    """Name, in the config, of the service that a failed call was sent to; empty for errors of no call of a client."""
 
 
 class InvalidRequest(RlhfError):

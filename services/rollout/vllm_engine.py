@@ -100,6 +100,8 @@ def start_engine(
         logprobs_mode="processed_logprobs",
         distributed_executor_backend=_OwnRanks,
         additional_config={"identity": identity},
+        # Drafts add several tokens to a row in one step, and stop strings are matched token by token.
+        speculative_config=None,
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **_arguments_of_the_device() | table.engine_args,

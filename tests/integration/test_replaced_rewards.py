@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from python_path import python_path
 
+from client.session import Session
 from controller.config.config import Config
+from controller.launch import LaunchedServices
+from controller.role_groups import cluster as connecting
+from controller.role_groups.dataflow import FutureBatch
 from controller.tracking.metrics import read_metrics
 from controller.tracking.timeline import read_events
-from integration.harness import Processes, free_ports, wait_for_line, wait_until, write_config
+from integration.harness import HERE, Processes, Service, free_ports, wait_for_line, wait_until, write_config
 from integration.resuming import RUN_TIMEOUT_S, Results, Resumable, resumable, sleep_until, with_tables
 from integration.test_resume_launched import LAUNCHED, launched, rank_of, undisturbed
 
@@ -101,6 +106,36 @@ def test_a_launched_reward_that_dies_in_calls_is_started_again_and_the_results_a
     assert not run.processes.living()
 
 
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.full)], ids=["one rank", "one of two ranks"]
+)
+def test_a_reward_that_is_stopped_in_a_call_is_used_again_when_the_same_processes_go_on(
+    ranks: int, small: Config, expected: Results, tmp_path: Path
+) -> None:
+    """Nothing starts it again, since none of its processes has ended."""
+    table = dying(small, tmp_path, "60", instead="stop", ranks=ranks)
+    with resumable(table, tmp_path, algorithm="dr_grpo", options=LAUNCHED) as run:
+        process = run.start()
+        wait_for_step(run, process, 0)
+        with contextlib.closing(Service("reward", table.services["reward"].address)) as service:
+            pids = [rank.pid for rank in service.description.ranks]
+        assert process.stdout is not None
+        said = next(line for line in process.stdout if "until services.reward serves again" in line)
+        assert "its process is stopped" in said
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        out, err = run.finish(process)
+        assert (
+            "reward: it could not be reached; it answers again, sent again: compute_reward of step 2 (1 of 3)"
+            in out.replace("\n", " ")
+        ), out
+        assert not err
+        assert results(run) == without_losses(expected)
+        assert losses(run) == [("reward", 2)]
+        assert (run.run_dir / "logs" / "reward.log").read_text().count("ready: ") == 1
+    assert not run.processes.living()
+
+
 def test_a_reward_that_dies_on_a_row_each_time_ends_the_run_with_the_cause(
     small: Config, tmp_path: Path
 ) -> None:
@@ -114,6 +149,41 @@ def test_a_reward_that_dies_on_a_row_each_time_ends_the_run_with_the_cause(
             err,
         ), err
     assert not run.processes.living()
+
+
+@pytest.mark.parametrize("moment", ["before its session begins", "when its session has begun"])
+def test_a_reward_that_is_lost_while_the_run_connects_is_replaced(
+    moment: str, small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", python_path(HERE))
+    alone = small.model_copy(update={"services": {"reward": small.services["reward"]}})
+    said: list[str] = []
+
+    def kill(now: str) -> None:
+        if now == moment:
+            os.kill(cluster.descriptions["reward"].ranks[0].pid, signal.SIGKILL)
+
+    def choose(held: Any) -> dict[str, Any]:
+        kill("when its session has begun")
+        return {}
+
+    path = write_config(alone, tmp_path / "run.toml")
+    with LaunchedServices(alone, path, tmp_path / "logs") as launched:
+        cluster = connecting.Cluster(alone, Session(timeout_s=60.0), launcher=launched)
+        try:
+            cluster.connect(
+                said.append,
+                admit=lambda services: kill("before its session begins"),
+                restoration=connecting.Restoration((), choose),
+            )
+            group: Any = cluster.group("reward")
+            rows = FutureBatch.of(prompt=["1+1="], response=["99"], ground_truth=["2"], metadata=["{}"])
+            scored: Any = group.compute_reward(rows).result(["rewards"], 60.0)["rewards"]
+            assert scored.values.tolist() == [1.0]
+        finally:
+            cluster.close()
+    assert len(said) == 2
+    assert "was killed by SIGKILL" in said[1]
 
 
 @pytest.mark.full

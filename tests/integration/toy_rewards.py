@@ -49,18 +49,20 @@ def dying(
     at: str = "",
     instead: str = "kill",
 ) -> float:
-    """`digit_mean`, by a process that ends before it has scored certain rows, as one without memory does.
+    """`digit_mean`, by a process that ends before it has scored certain rows, as one without memory does, or stops.
 
     Args:
         counter: File with one byte for each row that was begun, by any process.
         at: Numbers of these rows, from 1, separated by commas; "all": each.
-        instead: "kill": by SIGKILL; "exit": with exit code 1.
+        instead: "kill": by SIGKILL; "exit": with exit code 1; "stop": stops until SIGCONT, and then scores the row.
     """
     with Path(counter).open("ab") as file:
         file.write(b".")
         number = file.tell()
     if at == "all" or str(number) in at.split(","):
-        os._exit(1) if instead == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+        if instead == "exit":
+            os._exit(1)
+        os.kill(os.getpid(), signal.SIGSTOP if instead == "stop" else signal.SIGKILL)
     return digit_mean(prompt, response, ground_truth, metadata)
 
 

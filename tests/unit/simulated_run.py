@@ -124,12 +124,14 @@ class SimulatedRanks:
         self._weather, self._log = weather, log
         self._prepared: dict[int, tuple[object, ...]] = {}
         self._turn = asyncio.Lock()
+        self._calls: set[str] = set()
         self.is_lost, self.epoch = False, 0
 
-    async def start_again(self, deadline: float) -> None:
+    async def start_again(self, deadline: float, may_be_same: bool) -> bool:
         """The service is started again, which takes a moment."""
         await asyncio.sleep(0.01)
         self.is_lost, self.epoch = False, self.epoch + 1
+        return True
 
     def address(self, header: Any, *, beside: bool = False) -> None:
         """Numbers are not looked at: the lock of `send` keeps the order."""
@@ -145,6 +147,8 @@ class SimulatedRanks:
         beside: bool = False,
     ) -> list[Any]:
         was_sent()
+        assert call_id not in self._calls, "a rank that was not started again has the error of this call"
+        self._calls.add(call_id)
         epoch = self.epoch
         if self.is_lost or self._weather.strikes(f"{self.service}.{method.snake_name}"):
             self.is_lost = True
@@ -158,6 +162,9 @@ class SimulatedRanks:
 
     async def cancel(self, call_id: str) -> list[Any]:
         return []
+
+    async def reach_all(self, method: Method, request: Any, timeout_s: float) -> list[Any]:
+        return [method.response()]
 
     def _answer(self, method: Method, request: Any) -> Any:
         name, step = method.snake_name, request.call.step
@@ -355,6 +362,7 @@ class Simulation:
                 self.ranks[name],  # type: ignore[arg-type]
                 worker_pb2.DescribeResponse(
                     role=table.role,
+                    epoch=1,
                     ranks=[worker_pb2.RankInfo()],
                     mesh=worker_pb2.MeshShape(pipeline=1, tensor=1, data=1),
                     input_form=worker_pb2.INPUT_FORM_TENSOR,

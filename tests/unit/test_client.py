@@ -269,6 +269,33 @@ def test_an_answer_that_cannot_be_read_fails_all_that_wait_on_the_stream() -> No
     run(main())
 
 
+@pytest.mark.parametrize("session", ["run", ""], ids=["stream", "unary"])
+def test_the_error_of_a_call_has_the_name_of_the_service_that_was_called(session: str) -> None:
+    """Not that of the service that reports it, which may be another, or have no name."""
+
+    async def handler(_: Any, context: Any) -> None:
+        status = to_status(Refused("not now"), {"service": "critic"}).SerializeToString()
+        while not (message := await context.read()).method:
+            pass
+        await context.write(worker_pb2.DispatchResponse(number=message.number, status=status))
+        await context.read()
+
+    async def main() -> None:
+        async with serving(handler) as address:
+            made = RankClient("actor", 0, address, session=session)
+            with pytest.raises(RlhfError) as raised:
+                await start(made)
+            assert raised.value.called == "actor"
+            await made.close()
+        made = RankClient("actor", 0, address, session=session)
+        with pytest.raises(ServiceLost) as lost:
+            await start(made)
+        assert (lost.value.called, lost.value.service) == ("actor", "")
+        await made.close()
+
+    run(main())
+
+
 def test_calls_of_a_client_that_is_closed_fail_as_those_of_a_lost_rank() -> None:
     """Those under way, those that are about to be sent again, and later ones; a task that is cancelled ends."""
     release, request = SERVICES["worker"]["Release"], worker_pb2.ReleaseRequest(session="run")
@@ -286,7 +313,8 @@ def test_calls_of_a_client_that_is_closed_fail_as_those_of_a_lost_rank() -> None
             for call in (calls[0], made.reach(release, request, SOON_S)):
                 with pytest.raises(
                     ServiceLost, match=r"^reward rank 0 \(\S+\) Release: the connection was closed$"
-                ):
+                ) as raised:
                     await call
+                assert raised.value.called == "reward"
 
     run(main())

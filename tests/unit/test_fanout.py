@@ -61,5 +61,6 @@ def test_an_error_names_the_timeout_of_a_call_where_that_has_passed_alone(
         ranks = FanOut(clients, 1)
         await ranks.send(WORKER["Synchronize"], "id", [b"", b""], timeout_s, lambda: None)
 
-    with pytest.raises(DeadlineExceeded, match=text):
+    with pytest.raises(DeadlineExceeded, match=text) as raised:
         asyncio.run(asyncio.wait_for(call(), 20))
+    assert raised.value.called == "actor"

@@ -147,21 +147,27 @@ class Lost:
     """A service whose replacement takes a moment, or does as `rejoin` does."""
 
     def __init__(
-        self, rejoin: Callable[[], None] = lambda: None, wait_s: float = 5.0, launcher: Launcher | None = None
+        self,
+        rejoin: Callable[[], None] = lambda: None,
+        wait_s: float = 5.0,
+        launcher: Launcher | None = None,
+        *,
+        is_new: bool = True,
     ) -> None:
-        self.rejoined, self.said, self.reported = 0, list[str](), list[Replaced]()
-        self._rejoin = rejoin
+        self.rejoined, self.said, self.reported = list[bool](), list[str](), list[Replaced]()
+        self._rejoin, self._is_new = rejoin, is_new
         self.replacement = Replacement(
             "reward", 3, wait_s, self.again, self.said.append, self.reported.append, launcher
         )
 
-    async def again(self, deadline: float) -> None:
+    async def again(self, deadline: float, may_be_same: bool) -> bool:
         await asyncio.sleep(0.01)
-        self.rejoined += 1
+        self.rejoined.append(may_be_same)
         self._rejoin()
+        return self._is_new
 
-    async def lose(self, losses: int = 1, number: int = 0) -> bool:
-        error = ServiceLost("reward rank 0: gone")
+    async def lose(self, losses: int = 1, number: int = 0, error: RlhfError | None = None) -> bool:
+        error = error or ServiceLost("reward rank 0: gone")
         return await self.replacement.after(error, "compute_reward", 7, number, losses)
 
 
@@ -173,7 +179,7 @@ def test_calls_that_are_lost_together_wait_for_one_replacement() -> None:
         return [*together, await lost.lose()]  # which learns of it late
 
     assert asyncio.run(main()) == [True, False, False, False, False]
-    assert lost.rejoined == len(lost.reported) == 1
+    assert len(lost.rejoined) == len(lost.reported) == 1
     assert lost.said[1] == (
         "reward: was killed by SIGKILL (log: reward.log); it was started again, sent again: compute_reward of step 7 "
         "(1 of 3), 3 calls, compute_reward of step 7 (2 of 3)"
@@ -190,7 +196,37 @@ def test_a_service_that_is_lost_while_it_is_taken_into_the_session_is_waited_for
 
     lost = Lost(rejoin)
     assert asyncio.run(lost.lose()) is True
-    assert lost.rejoined == 3
+    # A rank that reports of another that has left is about to end.
+    assert lost.rejoined == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ServiceLost("no answer"), True),
+        (reported(ShuttingDown("the service is shutting down")), False),
+        (reported(PeerFailed("rank 1 has left")), False),
+        (reported(Restarted("another epoch")), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_processes_that_did_not_say_that_they_end_may_be_those_of_before(
+    error: RlhfError, expected: bool
+) -> None:
+    lost = Lost()
+    asyncio.run(lost.lose(error=error))
+    assert lost.rejoined == [expected]
+
+
+def test_a_service_that_answers_again_was_not_started_again_and_the_launcher_is_not_asked_why() -> None:
+    launcher = Launcher("was killed by SIGKILL")
+    lost = Lost(launcher=launcher, is_new=False)
+    asyncio.run(lost.lose())
+    assert lost.said[1] == (
+        "reward: it could not be reached; it answers again, sent again: compute_reward of step 7 (1 of 3)"
+    )
+    assert [each.cause for each in lost.reported] == ["it could not be reached"]
+    assert launcher.losses
 
 
 def test_a_loss_does_not_end_before_it_began_where_the_clock_is_set_back(
@@ -223,6 +259,7 @@ def test_a_replacement_that_fails_is_the_error_of_all_calls(
             with pytest.raises(type(error)) as raised:
                 await call()
             assert str(raised.value) == expected
+            assert raised.value.called == ("reward" if isinstance(error, ServiceLost) else "")
 
     asyncio.run(main())
     assert not lost.reported
@@ -232,12 +269,13 @@ def test_a_launcher_that_fails_ends_the_wait_for_a_service() -> None:
     """As when an actor dies while the reward is started again, or soon after."""
     launcher, ends = Launcher(), list[str]()
 
-    async def wait(deadline: float) -> None:
+    async def wait(deadline: float, may_be_same: bool) -> bool:
         launcher.fails = True
         try:
             await asyncio.sleep(600)
         finally:
             ends.append("rejoin")
+        return True
 
     lost = Lost(launcher=launcher)
     lost.replacement = Replacement("reward", 3, 600.0, wait, lost.said.append, lost.reported.append, launcher)
@@ -254,10 +292,12 @@ def test_a_launcher_that_fails_ends_the_wait_for_a_service() -> None:
 class Introduced:
     """A role group of a rank that takes introductions, or fails to."""
 
-    def __init__(self, name: str, error: RlhfError | None = None) -> None:
+    def __init__(
+        self, name: str, error: RlhfError | None = None, replacement: Replacement | None = None
+    ) -> None:
         endpoint = common_pb2.Endpoint(address=f"{name}:1", service=name)
         self.name, self.description = name, worker_pb2.DescribeResponse(ranks=[{"endpoint": endpoint}])
-        self.error, self.known = error, set[str]()
+        self.error, self.replacement, self.known = error, replacement, set[str]()
 
     async def introduce(self, endpoints: list[common_pb2.Endpoint]) -> None:
         if self.error:
@@ -285,6 +325,10 @@ def test_two_services_that_are_lost_together_do_not_keep_each_other_from_the_ses
     for again in ("", "cost"):
         with pytest.raises(type(error), match=str(error)):
             asyncio.run(introduce(groups, again=again))
+    cost.replacement = Lost().replacement
+    asyncio.run(introduce(groups))
+    with pytest.raises(type(error), match=str(error)):
+        asyncio.run(introduce(groups, again="cost"))
 
 
 def test_a_service_that_is_silent_when_another_is_taken_into_the_session_ends_the_wait() -> None:

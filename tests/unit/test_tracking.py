@@ -6,13 +6,14 @@ import math
 import os
 import pty
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -20,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +39,7 @@ from controller.tracking.recorder import Recorder
 from controller.tracking.report import write_report
 from controller.tracking.report_page import before_and_after, stage_means
 from controller.tracking.run_directory import RunDirectory, json_text
-from controller.tracking.tensorboard import crc32c
+from controller.tracking.tensorboard import EventFile, crc32c
 from controller.tracking.timeline import Timeline, Track, read_events
 from rlhf.errors import ConfigError, RlhfError
 
@@ -50,6 +52,11 @@ def log(run_dir: Path, *steps: dict[str, float]) -> None:
     with contextlib.closing(MetricsWriter(run_dir)) as writer:
         for step, metrics in enumerate(steps):
             writer.log(step, metrics)
+
+
+def open_files(directory: Path) -> list[str]:
+    """Paths of the files below a directory that this process has open."""
+    return [each.path for each in psutil.Process().open_files() if Path(each.path).is_relative_to(directory)]
 
 
 class TestRunDirectory:
@@ -147,6 +154,34 @@ class TestRecorder:
         assert [(each["cat"], each["dur"], each["args"]) for each in events] == [
             ("device memory", 3_000_000, {"step": 4})
         ]
+
+    @pytest.mark.parametrize("blocked", ["samples.jsonl", "tensorboard", "timeline.json", "run.json"])
+    def test_a_file_that_cannot_be_opened_leaves_none_open(self, blocked: str, tmp_path: Path) -> None:
+        """Also while the error is kept, whose frames have the writers."""
+        if blocked in ("tensorboard", "timeline.json"):
+            (tmp_path / blocked).touch()
+        else:
+            (tmp_path / blocked).mkdir()
+        with pytest.raises(RlhfError, match=blocked) as raised:
+            Recorder(RunDirectory(tmp_path), Progress(Console(file=StringIO())))
+        assert (open_files(tmp_path), raised.type) == ([], RlhfError)
+
+    @pytest.mark.parametrize(
+        "kind",
+        [EventFile, MetricsWriter, lambda path: Timeline(path, NOON)],
+        ids=["events", "metrics", "timeline"],
+    )
+    def test_a_first_record_that_cannot_be_written_leaves_no_file_open(
+        self, kind: Callable[[Path], object], tmp_path: Path
+    ) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            with pytest.raises(RlhfError, match="file too large while writing") as raised:
+                kind(tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert (open_files(tmp_path), raised.type) == ([], RlhfError)
 
     def test_the_report_of_the_files_is_that_of_the_run(self, tmp_path: Path) -> None:
         with Recorder(RunDirectory(tmp_path), Progress(Console(file=StringIO()))) as recorder:

@@ -52,6 +52,12 @@ def test_the_arguments_that_a_table_may_not_give_are_those_that_the_service_give
             VllmTable(engine_args={key: 1})
 
 
+def test_speculative_decoding_is_refused_since_it_adds_several_tokens_in_a_step(arguments: Any):
+    assert arguments.speculative_config is None
+    with pytest.raises(ValidationError, match="speculative_config is set by the service"):
+        VllmTable(engine_args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}})
+
+
 def test_further_arguments_are_given_to_vllm(arguments: Any):
     assert arguments.max_num_batched_tokens == 4096
 
