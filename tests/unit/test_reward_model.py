@@ -483,7 +483,7 @@ def test_a_cost_model_learns_on_a_device_and_the_signs_of_all_pairs_go_there_in_
     keys: dict[str, Any] = {"optimizer": OptimizerTable(learning_rate=1e-2), "sharded": True}
     # No kernels can be compiled for a pretend device.
     table = make_table(directory, **keys, kernels="eager", micro_batch_tokens=budget)
-    signs = {"chosen_sign": [1, -1, 1], "rejected_sign": [1, 1, -1]}
+    signs = {"chosen_sign": np.array([1, -1, 1]), "rejected_sign": np.array([1, 1, -1])}
     rows = CallRows(FetchedRows(3, PAIRS | signs, {}, 0), np.arange(3))
     request = reward_pb2.UpdateRewardRequest(loss="cost", epochs=2, mini_batches=1)
     with pretending() as log:
