@@ -62,9 +62,11 @@ test-full: setup ## Run all of them with the large matrices too, and hypothesis 
 	$(PYTEST) -m "not gpu" --hypothesis-profile=new tests
 
 test-gpu: setup ## Tests, cuda_ipc timed and PPO on an NVIDIA GPU; install with '.[cu13]' first.
-	$(PYTEST) -m gpu tests
-	$(BIN)/python -m benchmarks.transfer --part cuda_ipc --json benchmarks/results/transfer_gpu.json
-	$(BIN)/python -m benchmarks.gpu_ppo --json benchmarks/results/gpu_ppo.json
+	@status=0; set -x; \
+	$(PYTEST) -m gpu tests/gpu || status=$$?; \
+	$(BIN)/python -m benchmarks.transfer --part cuda_ipc --json benchmarks/results/transfer_gpu.json || status=$$?; \
+	$(BIN)/python -m benchmarks.gpu_ppo --json benchmarks/results/gpu_ppo.json || status=$$?; \
+	exit $$status
 
 check-extras: setup ## Check that the extras for NVIDIA GPUs resolve to packages that fit together; installs nothing but uv.
 	$(PIP) --quiet uv

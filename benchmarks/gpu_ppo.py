@@ -8,11 +8,12 @@ run leaves behind. On a machine without a GPU it runs on the CPU, with `--size t
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ UPDATES = {"update_actor": False, "update_critic": True}
 LEAST_UTILISATION = 0.4
 LEARNING_RATE = 1e-6
 STARTUP_S, CALL_S = 900.0, 1800.0
+STOPPING_S = 60.0
+"""Most seconds that an interrupted run takes to stop its services."""
 GIB = 2**30
 
 
@@ -153,7 +156,7 @@ def configuration(directory: Path, setting: Setting, *, on_gpu: bool) -> dict[st
         "algorithm": {"mini_batch_size": sizes.rows // setting.mini_batches},
         "pools": {"device": ["gpu:0" if on_gpu else "cpu:0"]},
         "services": {
-            "actor": model_service("actor"),
+            "actor": model_service("actor", rollout_tokens=sizes.tokens),  # all rows together
             "critic": model_service("critic"),
             "reference": model_service("reference"),
             "reward": service("reward", function="benchmarks.end_to_end_task:even_words"),
@@ -162,20 +165,32 @@ def configuration(directory: Path, setting: Setting, *, on_gpu: bool) -> dict[st
 
 
 def run(config: Path, runs: Path) -> Path:
-    """Runs PPO with the services of a configuration, which are started and stopped; returns the run's directory."""
+    """Runs PPO with the services of a configuration, which are started and stopped; returns the run's directory.
+    SIGINT and SIGTERM end the run, not this process."""
     command = [sys.executable, "-m", "controller.cli", "--algo", "ppo", "--config", str(config), "--launch"]
-    ended = subprocess.run(command, check=False)
-    if ended.returncode:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with subprocess.Popen(command) as controller:
+        try:
+            code = controller.wait()
+        except KeyboardInterrupt:
+            click.echo("interrupted: the figures are those of the iterations that have ended", err=True)
+            code = 0
+            controller.send_signal(signal.SIGINT)
+            try:
+                controller.wait(STOPPING_S)
+            except subprocess.TimeoutExpired:
+                controller.kill()
+    if code:
         for log in runs.glob("*/logs/*.log"):
             click.echo(
                 f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-20:]), err=True
             )
-        raise click.ClickException(f"rlhf-controller ended with exit code {ended.returncode}")
+        raise click.ClickException(f"rlhf-controller ended with exit code {code}")
     (directory,) = runs.iterdir()
     return directory
 
 
-def read_stages(events: Iterable[Mapping[str, Any]], counted: range) -> list[StageTime]:
+def read_stages(events: Iterable[Mapping[str, Any]], counted: Collection[int]) -> list[StageTime]:
     """Stages of the steps that count, read from the events of a timeline, in order of the first call."""
     events = list(events)
     names = {
@@ -281,7 +296,7 @@ def bytes_by_transport(metrics: Iterable[Mapping[str, float]]) -> dict[str, int]
 )
 @click.option(
     "--micro-batch-tokens",
-    default=8192,
+    default=16384,
     show_default=True,
     type=click.IntRange(1),
     help="Most tokens in one forward pass.",
@@ -317,7 +332,8 @@ def main(
     peak_tflops: float | None,
     json_path: Path | None,
 ) -> None:
-    """Run PPO with all roles on one GPU, and report time and memory by stage."""
+    """Run PPO with all roles on one GPU, and report time and memory by stage. Interrupted, it reports the iterations
+    that have ended: `timeout 300 python -m benchmarks.gpu_ppo` takes at most about five minutes."""
     if rows % mini_batches:
         raise click.UsageError(f"{rows} rows are no {mini_batches} mini-batches of one size")
     before, on_gpu = circumstances(), torch.cuda.is_available()
@@ -340,8 +356,10 @@ def main(
         config = directory / "config.toml"
         config.write_text(tomli_w.dumps(configuration(directory, setting, on_gpu=on_gpu)))
         outcome = run(config, directory / "runs")
-        stages = read_stages(read_events(outcome / "timeline.json"), counted)
         metrics = list(read_metrics(outcome / "metrics.jsonl", counted))
+        if not metrics:
+            raise click.ClickException("no iteration that counts has ended")
+        stages = read_stages(read_events(outcome / "timeline.json"), [int(row["step"]) for row in metrics])
         services = json.loads((outcome / "run.json").read_text())["services"]
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
     peak = peak_tflops or known_peak_tflops(device)

@@ -18,7 +18,7 @@ def copy_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
     own = [x for x in tensors if x.device != device]
     if not own or device.type == "cpu":
         return [x.to(device) for x in tensors]
-    staged = [x.contiguous().view(-1).view(torch.uint8) for x in own]
+    staged = [_bytes_of(x) for x in own]
     sizes = [-(-len(each) // _ALIGNMENT) * _ALIGNMENT for each in staged]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for part, each in zip(buffer.split(sizes), staged, strict=True):
@@ -29,3 +29,10 @@ def copy_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
         for part, each, x in zip(parts, staged, own, strict=True)
     )
     return [x if x.device == device else next(copied) for x in tensors]
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """Returns the elements of a tensor as bytes, in one dimension."""
+    if not x.numel():  # strides are arbitrary then, and may not allow a view
+        return torch.empty(0, dtype=torch.uint8)
+    return x.contiguous().view(-1).view(torch.uint8)

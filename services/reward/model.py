@@ -14,6 +14,7 @@ from torch import Tensor
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import reward_pb2, worker_pb2
+from services.compute.copies import copy_together
 from services.compute.microbatch import MicroBatch, pad
 from services.compute.splitting import cut
 from services.engines.agreement import RunToEnd, all_or_none
@@ -102,11 +103,11 @@ class PairRewardWorker(ModelWorker):
         with self.ranks.together(call.peers_deadline):
             signs = _signs(rows) if request.loss == "cost" else None
             mini_batches = self._deal(rows, request, call)
+            signs_of = {} if signs is None else _signs_by_rows(signs, mini_batches, self.engine.device)
 
         def loss_for(_: int, num_pairs: int) -> LossFn[Tensor]:
             def loss(scores_S: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-                mine = signs[micro_batch.rows].to(scores_S.device) if signs is not None else None
-                return pair_loss(scores_S, mine, num_pairs=num_pairs)
+                return pair_loss(scores_S, signs_of.get(micro_batch.rows.tobytes()), num_pairs=num_pairs)
 
             return loss
 
@@ -238,6 +239,16 @@ def _signs(rows: CallRows) -> Tensor:
     if not np.all(np.abs(both) == 1):
         raise InvalidRequest("chosen_sign and rejected_sign must be 1 for unsafe or -1 for safe")
     return torch.from_numpy(both.reshape(-1).astype(np.float32))
+
+
+def _signs_by_rows(
+    signs: Tensor, mini_batches: Sequence[MiniBatch], device: torch.device
+) -> dict[bytes, Tensor]:
+    """Returns the signs of the rows of each micro-batch on a device, to which all go in one copy, by the bytes of
+    `MicroBatch.rows`."""
+    rows = [each.rows for mine in mini_batches for each in mine.micro_batches]
+    copied = copy_together([signs[each] for each in rows], device)
+    return {each.tobytes(): x for each, x in zip(rows, copied, strict=True)}
 
 
 def model_table(table: RewardTable) -> ModelTable:

@@ -106,7 +106,8 @@ def test_a_snapshot_has_the_values_from_before_what_waits_for_it(
 
 
 def test_tensors_arrive_together_as_they_were(gpu: torch.device) -> None:
-    sent = [torch.arange(7), torch.tensor([True, False]), torch.zeros(0, 3), torch.randn(2, 5).t()]
+    empty = torch.empty_strided((0,), (0,), dtype=torch.int64)
+    sent = [torch.arange(7), torch.tensor([True, False]), torch.zeros(0, 3), empty, torch.randn(2, 5).t()]
     for x, y in zip(copy_together(sent, gpu), sent, strict=True):
         assert (x.device, x.dtype, x.shape) == (gpu, y.dtype, y.shape)
         assert torch.equal(x.cpu(), y)

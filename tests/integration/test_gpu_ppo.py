@@ -1,8 +1,11 @@
 """The benchmark of PPO on one GPU, on a CPU: that it runs with every engine, and what it says."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = 200
 STAGES = ["generate_sequences", "compute_log_prob", "compute_values", "compute_ref_log_prob"]
 STAGES += ["compute_reward", "update_critic", "update_actor"]
+TINY = [sys.executable, "-m", "benchmarks.gpu_ppo", "--size", "tiny", "--peak-tflops", "1"]
+TINY += ["--rows", "8", "--prompt-tokens", "8", "--new-tokens", "4"]
 
 
 def test_stages_are_what_ranks_computed_in_the_steps_that_count(tmp_path: Path):
@@ -37,20 +42,7 @@ def test_stages_are_what_ranks_computed_in_the_steps_that_count(tmp_path: Path):
 @pytest.mark.parametrize("engine", ["fsdp", "3d", "zero"])
 def test_the_whole_loop_runs_with_every_engine(engine: str, tmp_path: Path):
     figures = tmp_path / "figures.json"
-    options = [
-        "--size",
-        "tiny",
-        "--engine",
-        engine,
-        "--rows",
-        "8",
-        "--prompt-tokens",
-        "8",
-        "--new-tokens",
-        "4",
-    ]
-    options += ["--iterations", "2", "--peak-tflops", "1", "--json", str(figures)]
-    command = [sys.executable, "-m", "benchmarks.gpu_ppo", *options]
+    command = [*TINY, "--engine", engine, "--iterations", "2", "--json", str(figures)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(figures.read_text())
@@ -61,3 +53,29 @@ def test_the_whole_loop_runs_with_every_engine(engine: str, tmp_path: Path):
         assert (stage["flops_utilisation"] is not None) == learns
     assert len(found["tokens_per_s"]) == 2
     assert min(found["tokens_per_s"]) > 0
+
+
+@pytest.mark.full
+@pytest.mark.timeout(DEADLINE_S + 20)
+def test_a_run_that_is_cut_off_says_what_the_iterations_until_then_took(tmp_path: Path):
+    figures, deadline = tmp_path / "figures.json", time.monotonic() + DEADLINE_S
+    command = [*TINY, "--iterations", "1000", "--json", str(figures)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as ran:
+        while not (found := list(tmp_path.glob("*/runs/*/metrics.jsonl"))) or len(ended_steps(found[0])) < 3:
+            assert ran.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        ran.send_signal(signal.SIGTERM)
+        assert ran.wait(deadline - time.monotonic()) == 0
+        assert ran.stderr is not None
+        assert "interrupted: the figures are those of the iterations that have ended" in ran.stderr.read()
+    found = json.loads(figures.read_text())
+    assert [stage["method"] for stage in found["stages"]] == STAGES
+    counted = len(found["step_s"])
+    assert counted >= 2
+    assert all(len(stage["seconds"]) == counted for stage in found["stages"])
+
+
+def ended_steps(metrics: Path) -> list[str]:
+    return [line for line in metrics.read_text().splitlines() if "time/step_s" in line]

@@ -16,6 +16,7 @@ def test_tensors_arrive_as_they_were_in_one_copy() -> None:
             torch.tensor([True, False, True]),
             there,
             torch.zeros(0, 3),
+            torch.empty_strided((0,), (0,), dtype=torch.int64),
             torch.randn(2, 5).t(),
             torch.tensor(2.5, dtype=torch.float64),
         ]

@@ -1,10 +1,13 @@
-"""The source that the compiler makes of the kernels of `fused` for a GPU, which needs none: in every process the
-same."""
+"""The source that the compiler makes of the kernels of `fused` for a GPU, which needs none: in every process the same,
+and Triton makes machine code of it."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_helpers, triton_heuristics
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor
@@ -115,6 +119,57 @@ def source(sources: Sources, name: str, num_rows: int) -> str:
 def fresh(kernel: Any) -> Callable[..., Any]:
     """Returns a kernel as a process has it that has compiled nothing."""
     return compiled(kernel.__wrapped__)
+
+
+BLOCKS = {
+    "pointwise": {"XBLOCK": 256},
+    "reduction": {"XBLOCK": 1, "R0_BLOCK": 2048},
+    "persistent_reduction": {"XBLOCK": 1},
+}
+"""Sizes that the compiler may choose, by the kind of a kernel."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
+def test_triton_makes_machine_code_of_it_for_an_h200(
+    sources: Sources, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernels: list[tuple[str, dict[str, Any], Any]] = []
+
+    def noting(kind: str) -> Callable[..., Any]:
+        def heuristic(*, triton_meta: dict[str, Any], **_: Any) -> Callable[[Any], None]:
+            return lambda kernel: kernels.append((kind, triton_meta, kernel))
+
+        return heuristic
+
+    for kind in BLOCKS:
+        monkeypatch.setattr(triton_heuristics, kind, noting(kind))
+    monkeypatch.setattr(triton_helpers, "set_driver_to_gpu", lambda: None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    texts = re.findall(
+        r"async_compile\.triton\('\w+', '''(.*?)''', device_str", source(sources, name, 8192), re.DOTALL
+    )
+    for number, text in enumerate(texts):
+        run(text, tmp_path / f"kernel_{number}.py")
+    assert len(kernels) == len(texts) > 0
+    for kind, meta, kernel in kernels:
+        blocks = BLOCKS[kind]
+        signature = meta["signature"] | dict.fromkeys(blocks, "constexpr")
+        made = ASTSource(kernel, signature, meta["constants"] | blocks, meta["configs"][0])
+        assert triton.compile(made, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+def run(text: str, path: Path) -> None:
+    """Runs a Python module, from a file, where Triton looks for the source of its kernels."""
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -28,7 +28,7 @@ from services.reward.model import LearningRewardWorker, ModelRewardWorker, PairR
 from services.reward.model_scorer import ModelScorer
 from services.reward.role import worker_class
 from services.reward.sharded import ShardedLearningRewardWorker, ShardedRewardWorker
-from services.roles import tokenization
+from services.roles import tokenization, torch_worker
 from services.runtime.ranks import FailedAlone, Ranks
 from services.runtime.worker import NO_ROWS, CallContext, CallRows
 from settings.model import OptimizerTable
@@ -473,6 +473,26 @@ def test_scores_leave_the_device_in_one_copy() -> None:
         log.clear()
         assert in_row_order(micro_batches, outputs).tolist() == [0, 0.5, 1, 1.5, 2]
         assert (len(log.to_host), log.to_device, log.waits) == (1, [], [])
+
+
+@pytest.mark.parametrize("budget", [8, 64], ids=["a micro-batch per pair", "one for all"])
+def test_a_cost_model_learns_on_a_device_and_the_signs_of_all_pairs_go_there_in_one_copy(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    monkeypatch.setattr(torch_worker, "rank_device", lambda: DEVICE)
+    keys: dict[str, Any] = {"optimizer": OptimizerTable(learning_rate=1e-2), "sharded": True}
+    # No kernels can be compiled for a pretend device.
+    table = make_table(directory, **keys, kernels="eager", micro_batch_tokens=budget)
+    signs = {"chosen_sign": np.array([1, -1, 1]), "rejected_sign": np.array([1, 1, -1])}
+    rows = CallRows(FetchedRows(3, PAIRS | signs, {}, 0), np.arange(3))
+    request = reward_pb2.UpdateRewardRequest(loss="cost", epochs=2, mini_batches=1)
+    with pretending() as log:
+        worker: Any = worker_class(table)(table, Ranks(0, 1, 0))  # type: ignore[call-arg]
+        log.clear()
+        worker.around(lambda: worker.update_reward(rows, request, make_call()))
+        assert len(log.to_device) == 1 + request.epochs, log  # signs, and the layout of each mini-batch
+        scores = worker.around(lambda: worker.compare_pairs(rows, request, make_call())).columns
+    assert all(scores["chosen_scores"].isfinite())
 
 
 def test_sharding_is_for_models_alone() -> None:

@@ -6,6 +6,7 @@ memory, so a shard that was released meanwhile is an error."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 
 from nccl_transfer.devices.cuda import Cuda, Event
@@ -36,9 +37,12 @@ class _OpenedArena:
     def __init__(self, cuda: Cuda, liveness: LivenessStream, shared: pb.OpenArenaResponse) -> None:
         self.liveness = liveness
         self.nbytes = shared.nbytes
-        self.pointer = cuda.open(shared.memory_handle)
-        self.copied = cuda.event()
         self._cuda = cuda
+        with ExitStack() as unless_opened:
+            self.pointer = cuda.open(shared.memory_handle)
+            unless_opened.callback(cuda.close, self.pointer)
+            self.copied = cuda.event()
+            unless_opened.pop_all()
         self._handles = shared.event_handles
         self._ready: dict[int, Event] = {}
 

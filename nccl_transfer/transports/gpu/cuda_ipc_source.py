@@ -6,6 +6,7 @@ import asyncio
 import struct
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 from nccl_transfer.devices.cuda import Cuda, DeviceBuffer, Event
 from nccl_transfer.store.device_arena import DeviceArena
@@ -30,13 +31,19 @@ class _StagingMemory:
     def __init__(self, cuda: Cuda, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self.ended = asyncio.Event()
-        self.memory = DeviceBuffer(cuda, SLOTS * (HEADER_BYTES + slot_bytes))
-        self.events: list[Event] = [cuda.event() for _ in range(SLOTS)]
-        self.handles = pb.OpenStagingResponse(
-            memory_handle=cuda.share(self.memory.pointer),
-            event_handles=[event.handle for event in self.events],
-            slot_bytes=slot_bytes,
-        )
+        self.events: list[Event] = []
+        with ExitStack() as unless_made:
+            self.memory = DeviceBuffer(cuda, SLOTS * (HEADER_BYTES + slot_bytes))
+            unless_made.callback(self.memory.free)
+            for _ in range(SLOTS):
+                self.events.append(cuda.event())
+                unless_made.callback(self.events[-1].close)
+            self.handles = pb.OpenStagingResponse(
+                memory_handle=cuda.share(self.memory.pointer),
+                event_handles=[event.handle for event in self.events],
+                slot_bytes=slot_bytes,
+            )
+            unless_made.pop_all()
         self._cuda = cuda
         self._newest = [0] * SLOTS
         self._worker = ThreadPoolExecutor(1, "staging")
