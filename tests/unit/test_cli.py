@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ import deploy.cli
 from controller import algorithms, cli, export, job, launch, opening
 from controller.config.config import load
 from controller.launch import LaunchedServices
+from controller.role_groups.discovery import Discovery
+from integration.harness import free_ports
 from rlhf.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -118,6 +121,24 @@ def test_no_report_is_waited_for_where_an_external_service_is_lost(
     with LaunchedServices(config, QUICKSTART, tmp_path) as services, monkeypatch.context() as patch:
         patch.setattr(launch.time, "sleep", waits)
         assert services.explain(lost) is lost
+
+
+@pytest.mark.parametrize(
+    ("external", "called"),
+    [("reward", "actor"), ("actor", "critic"), ("actor,critic,reference,reward", "actor")],
+)
+def test_services_that_are_not_there_are_lost_by_one_that_the_launcher_has_started_where_there_is_one(
+    external: str, called: str
+) -> None:
+    addresses = [
+        f"services.{role}.address=127.0.0.1:{port}"
+        for role, port in zip(("actor", "critic", "reference", "reward"), free_ports(4), strict=True)
+    ]
+    outside = [f"services.{role}.external=true" for role in external.split(",")]
+    config = load(QUICKSTART, ("run.connect_timeout_s=0.1", *addresses, *outside))
+    with pytest.raises(ServiceLost) as raised:
+        asyncio.run(Discovery(config, lambda text: None).find_all())
+    assert raised.value.called == called
 
 
 @pytest.mark.parametrize(
