@@ -1,9 +1,14 @@
 """Tests that need an NVIDIA GPU; `make test-gpu` runs them."""
 
+import os
+
 import pytest
 
 from nccl_transfer.devices.cupy_cuda import why_no_cuda
 from nccl_transfer.transports.gpu.communicator import why_no_nccl
+
+# As services do, before the first matrix product: else torch warns of each where kernels are to be deterministic.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(scope="session")
