@@ -22,7 +22,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 SAID = "<<response>>"
 """Stands for a response where the text after it is rendered."""
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+"""File that sets special tokens where `TOKENIZER_CONFIG` is of a transformers before 4.34."""
 
 
 class Chat:
@@ -30,7 +32,8 @@ class Chat:
     they are first needed.
 
     Args:
-        directory: Model directory with chat_template.jinja, tokenizer_config.json and tokenizer.json.
+        directory: Model directory with chat_template.jinja, tokenizer_config.json and tokenizer.json, in an older
+            format also special_tokens_map.json.
         now_unix_s: Unix time in seconds that the template function `strftime_now` formats, in UTC: the start of the
             run, so that a run that is continued on another day has the same prompts. Default: now.
         options: Further variables of the template by name, such as enable_thinking. Default: none.
@@ -117,18 +120,25 @@ class Chat:
 
     @cached_property
     def _config(self) -> dict[str, Any]:
-        path = self._directory / "tokenizer_config.json"
+        return self._table(TOKENIZER_CONFIG)
+
+    @cached_property
+    def _special(self) -> dict[str, str]:
+        given, extra = dict(self._config), self._config.get("extra_special_tokens")
+        if "added_tokens_decoder" not in given and (self._directory / SPECIAL_TOKENS_MAP).is_file():
+            given |= self._table(SPECIAL_TOKENS_MAP)
+        given = {name: token for name, token in given.items() if name.endswith("_token")}
+        given |= extra if isinstance(extra, dict) else {}
+        # A token is a text, or a table with its text and the rules for splitting it.
+        texts = {name: x.get("content") if isinstance(x, dict) else x for name, x in given.items()}
+        return {name: text for name, text in texts.items() if text and isinstance(text, str)}
+
+    def _table(self, name: str) -> dict[str, Any]:
+        path = self._directory / name
         try:
             return json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
-
-    @cached_property
-    def _special(self) -> dict[str, str]:
-        given = {name: self._config.get(name) for name in SPECIAL_TOKENS}
-        # A token is a text, or a table with its text and the rules for splitting it.
-        texts = {name: x["content"] if isinstance(x, dict) else x for name, x in given.items()}
-        return {name: text for name, text in texts.items() if text}
 
     @cached_property
     def _template(self) -> Any:

@@ -290,6 +290,27 @@ def test_templates_are_rendered_as_transformers_does(
     assert Chat(tokenizer_directory).render(conversation) == expected
 
 
+@pytest.mark.parametrize("is_older", [True, False])
+def test_templates_have_the_special_tokens_that_transformers_has(
+    is_older: bool, tokenizer_directory: Path
+) -> None:
+    template = "{{ bos_token }}{{ unk_token }}{{ eos_token }}{{ image_token }}{{ video_token }}"
+    (tokenizer_directory / "chat_template.jinja").write_text(template)
+    table = json.loads((path := tokenizer_directory / "tokenizer_config.json").read_text())
+    eos = table.pop("eos_token")
+    table |= {"image_token": "<i>", "extra_special_tokens": {"video_token": "<v>"}, "add_bos_token": True}
+    # transformers reads the other file where the format is that of its releases before 4.34.
+    table |= {} if is_older else {"added_tokens_decoder": {}}
+    path.write_text(json.dumps(table))
+    named = {"bos_token": {"content": eos, "lstrip": False}, "eos_token": eos, "cls_token": None}
+    (tokenizer_directory / "special_tokens_map.json").write_text(json.dumps(named))
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
+    conversation = CONVERSATIONS[0]
+    expected = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    assert expected.endswith("<i><v>")
+    assert Chat(tokenizer_directory).render(conversation) == expected
+
+
 def test_the_token_that_begins_every_text_is_not_there_twice(tokenizer_directory: Path) -> None:
     conversation = CONVERSATIONS[0]
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
