@@ -56,6 +56,9 @@ class LaunchedServices:
 
     def __enter__(self) -> Self:
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._log.touch()
+        # Held open: a log that is removed can still be read.
+        self._reading = self._log.open("rb")
         started: Future[subprocess.Popen[bytes]] = Future()
         threading.Thread(target=self._start, args=(started,), name="launcher", daemon=True).start()
         try:
@@ -63,6 +66,7 @@ class LaunchedServices:
         except BaseException:
             # Where it was started nevertheless, it ends with its thread.
             self._stopped.set()
+            self._reading.close()
             raise
         try:
             self._wait_until_ready()
@@ -163,8 +167,10 @@ class LaunchedServices:
         return next(errors, "").removeprefix("error: ")
 
     def _lines(self) -> list[str]:
-        """Returns the complete lines of the launcher's log."""
-        return self._log.read_text(errors="replace").split("\n")[:-1]
+        """Returns the complete lines of the launcher's log. Thread-safe."""
+        descriptor = self._reading.fileno()
+        said = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        return said.decode(errors="replace").split("\n")[:-1]
 
     def _stop(self) -> None:
         if self._process.poll() is None:
@@ -176,4 +182,5 @@ class LaunchedServices:
                 self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
+        self._reading.close()
         self._stopped.set()
