@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Self
 from controller.config.config import Config
 from controller.role_groups.replacement import LostAgain, is_loss
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
+from rlhf.signals import name_of
 from settings.service import ENDING_S
 
 STOP_TIMEOUT_S = 40.0
@@ -125,8 +125,7 @@ class LaunchedServices:
         """Returns why the launcher stops or has stopped the services; empty where it does not or has not said why."""
         code = self._process.poll()
         if code is not None and code < 0:
-            how = signal.Signals(-code).name
-            return f"the launcher of the services (rlhf-deploy, pid {self._process.pid}) was killed by {how}"
+            return f"the launcher of the services (rlhf-deploy, pid {self._process.pid}) was killed by {name_of(-code)}"
         return self._first_error()
 
     def _start(self, started: Future[subprocess.Popen[bytes]]) -> None:
