@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Self
 from controller.config.config import Config
 from controller.role_groups.replacement import LostAgain, is_loss
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
+from rlhf.signals import name_of
 from settings.service import ENDING_S
 
 STOP_TIMEOUT_S = 40.0
@@ -57,6 +57,9 @@ class LaunchedServices:
 
     def __enter__(self) -> Self:
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._log.touch()
+        # Held open: a log that is removed can still be read.
+        self._reading = self._log.open("rb")
         started: Future[subprocess.Popen[bytes]] = Future()
         threading.Thread(target=self._start, args=(started,), name="launcher", daemon=True).start()
         try:
@@ -64,6 +67,7 @@ class LaunchedServices:
         except BaseException:
             # Where it was started nevertheless, it ends with its thread.
             self._stopped.set()
+            self._reading.close()
             raise
         try:
             self._wait_until_ready()
@@ -124,8 +128,7 @@ class LaunchedServices:
         """Returns why the launcher stops or has stopped the services; empty where it does not or has not said why."""
         code = self._process.poll()
         if code is not None and code < 0:
-            how = signal.Signals(-code).name
-            return f"the launcher of the services (rlhf-deploy, pid {self._process.pid}) was killed by {how}"
+            return f"the launcher of the services (rlhf-deploy, pid {self._process.pid}) was killed by {name_of(-code)}"
         return self._first_error()
 
     def _start(self, started: Future[subprocess.Popen[bytes]]) -> None:
@@ -166,8 +169,10 @@ class LaunchedServices:
         return next(errors, "").removeprefix("error: ")
 
     def _lines(self) -> list[str]:
-        """Returns the complete lines of the launcher's log."""
-        return self._log.read_text(errors="replace").split("\n")[:-1]
+        """Returns the complete lines of the launcher's log. Thread-safe."""
+        descriptor = self._reading.fileno()
+        said = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        return said.decode(errors="replace").split("\n")[:-1]
 
     def _stop(self) -> None:
         if self._process.poll() is None:
@@ -179,4 +184,5 @@ class LaunchedServices:
                 self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
+        self._reading.close()
         self._stopped.set()

@@ -373,11 +373,14 @@ def _up(launcher: LaunchOptions, config: Config, deployment: Deployment, only: t
         while not received:
             try:
                 healthy = supervisor.poll()
-            except RlhfError as error:
+            except Exception as error:
                 # Printed before the other services are stopped: calls between them fail from then on, and a controller
                 # reads the cause here.
-                _say(f"error: {error}")
-                sys.exit(1)
+                if isinstance(error, RlhfError):
+                    _say(f"error: {error}")
+                    sys.exit(1)
+                _say(f"error: rlhf-deploy has failed: {type(error).__name__}: {error}")
+                raise
             if healthy and not ready:
                 ready = True
                 click.echo(READY)

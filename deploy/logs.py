@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deploy.processes import POLL_S
+from rlhf.signals import name_of
 
 FATAL = "fatal: "
 """Prefix of the line in which a service reports an error that its user can mend."""
@@ -146,4 +147,4 @@ def _how_it_ended(code: int, lines: list[str], log: Path) -> str:
         return f"exited with code {code}{_evidence(lines, log)}"
     # A killed rank logs nothing: the last line is older, or another rank's.
     said = [] if code == -signal.SIGKILL else lines
-    return f"was killed by {signal.Signals(-code).name}{_evidence(said, log)}"
+    return f"was killed by {name_of(-code)}{_evidence(said, log)}"

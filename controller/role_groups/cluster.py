@@ -178,7 +178,7 @@ class Cluster:
             )
         connect_s = self.config.run.connect_timeout_s
         found = find_again(self.config, self.groups, name, self._watch, time.monotonic() + connect_s)
-        self._loop.run(found, connect_s + CLOSE_S)
+        self._loop.run(found, connect_s + 2 * CLOSE_S)
         results(self.groups[name].begin_session(keep_weights=False).calls)
         self._loop.run(introduce(list(self._ours.values())), INTRODUCE_S + CLOSE_S)
 

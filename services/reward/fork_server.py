@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlhf.signals import name_of
 from rlhf.v1 import reward_pb2
 from services.reward import child as wire
 from services.reward.loaded import Scored
@@ -209,4 +210,4 @@ def described(code: int | None) -> str:
     """Describes the return code of a process, such as "exit code 1" or "killed by SIGSEGV"; "" for None."""
     if code is None:
         return ""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"killed by {name_of(-code)}" if code < 0 else f"exit code {code}"

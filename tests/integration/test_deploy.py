@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -467,6 +468,33 @@ def test_a_reward_that_cannot_be_started_again_ends_up_with_the_cause(host: Host
     assert err.count("lost: service one: ") == 3
     assert "error: service one: exited with code 3" in err
     assert is_gone(two)
+
+
+def test_a_rank_that_a_signal_without_a_name_has_killed_is_named(host: Host) -> None:
+    """As a real-time signal, of which Python names the first and the last alone."""
+    supervisor = host.up()
+    one, _ = host.services(supervisor)
+    one.send_signal(40)
+    code, _, err = end_of(supervisor)
+    assert (code, err.splitlines()[-1]) == (
+        1,
+        f"error: service one: was killed by signal 40 (log: {host.logs / 'one.log'})",
+    )
+
+
+def test_a_failure_of_the_supervisor_itself_is_told_before_the_services_are_stopped(host: Host) -> None:
+    """A controller reads the cause from this line. Here the supervisor may open no file any more."""
+    host.write_config(restarts=1)
+    supervisor = host.up()
+    one, two = host.services(supervisor)
+    psutil.Process(supervisor.pid).rlimit(resource.RLIMIT_NOFILE, (0, 0))
+    one.kill()
+    code, _, err = end_of(supervisor)
+    assert code == 1
+    assert re.search(r"^error: rlhf-deploy has failed: OSError: .*Too many open files", err, re.MULTILINE), (
+        err
+    )
+    wait_until(lambda: is_gone(two), TIMEOUT_S)
 
 
 def test_status_tells_the_settings_that_services_were_started_with(host: Host) -> None:

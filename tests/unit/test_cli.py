@@ -94,6 +94,21 @@ def test_an_error_that_follows_from_a_lost_service_has_the_launchers_cause_in_fr
     )
 
 
+def test_the_cause_is_found_where_the_launchers_log_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a user who makes room on a full disk."""
+    program = tmp_path / "launcher"
+    program.write_text(LAUNCHER)
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with LaunchedServices(load(QUICKSTART, ()), QUICKSTART, tmp_path / "logs") as services:
+        shutil.rmtree(tmp_path / "logs")
+        assert services.has_failed()
+        said = services.explain(ServiceLost("critic rank 0: cannot be reached"))
+    assert str(said) == "service critic: was killed by SIGKILL; critic rank 0: cannot be reached"
+
+
 def of_call(service: str, error: RlhfError) -> RlhfError:
     error.called = service
     return error
