@@ -95,8 +95,12 @@ class CallRunner:
 
     async def run_beside(self, call: ActiveCall) -> Any:
         """Runs a call concurrently with ordered calls; returns the response message of its method, or raises its
-        error."""
-        return await self._compute.run(call, NO_ROWS, None)
+        error. A call that is stopped since the rank shuts down raises ShuttingDown."""
+        try:
+            return await self._compute.run(call, NO_ROWS, None)
+        except CallCancelled as error:
+            self._check_open(error)
+            raise
 
     async def run(self, call: ActiveCall) -> Any:
         """Runs a call from its fetch to its response; returns the response message of its method. A call that fails
@@ -207,11 +211,15 @@ class CallRunner:
             CallCancelled: The call was cancelled, on a service of one rank.
         """
         self._sessions.check(call.context.call)
-        if self._phase.is_draining:
-            raise ShuttingDown("the service is shutting down")
+        self._check_open()
         # Where there are peers, a cancelled call takes its turn, so that all ranks drop it at the same place.
         if call.context.cancelled and self._worker.ranks.size == 1:
             raise CallCancelled(f"call {call.call_id} was cancelled before it started")
+
+    def _check_open(self, cause: Exception | None = None) -> None:
+        """Raises ShuttingDown, from `cause`, if the rank is shutting down."""
+        if self._phase.is_draining:
+            raise ShuttingDown("the service is shutting down") from cause
 
     def _end_turn(self, call: ActiveCall) -> None:
         """Ends the call's turn, so that the next call may begin, and frees its rows if its session has ended

@@ -13,7 +13,7 @@ import pytest
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.store.store import TensorStore
 from rlhf.contract import group_methods
-from rlhf.errors import CallCancelled, InvalidRequest, Refused, ServiceLost, TooManyCalls
+from rlhf.errors import CallCancelled, InvalidRequest, Refused, ServiceLost, ShuttingDown, TooManyCalls
 from rlhf.v1 import common_pb2
 from services.runtime.execution import MAX_BESIDE, CallQueue
 from services.runtime.ranks import Ranks
@@ -138,7 +138,7 @@ def test_a_rank_that_shuts_down_stops_it(store: TensorStore) -> None:
         await rank.start("save_checkpoint", sequence=1)[1]
         _, beside = rank.start("describe_weights")
         draining = asyncio.ensure_future(rank.queue.drain())
-        with pytest.raises(CallCancelled):
+        with pytest.raises(ShuttingDown):
             await beside
         with pytest.raises(ServiceLost):
             rank.start("describe_weights")
