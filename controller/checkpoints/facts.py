@@ -9,6 +9,7 @@ from typing import Any
 
 from controller.checkpoints.digests import fingerprint, model_fingerprint
 from controller.config.config import Config
+from controller.data import chat
 from controller.data.prompts import PromptData, TextData
 from controller.role_groups.admission import WHERE_IT_RUNS, differences, shown
 from rlhf.errors import ConfigError
@@ -99,8 +100,7 @@ def contents_of(
     if pretrain is not None:
         found["data.pretrain"] = pretrain.fingerprint()
     if config.tokenizer is not None:
-        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-        files = (config.tokenizer / name for name in names)
+        files = (config.tokenizer / name for name in chat.FILES)
         found["data.tokenizer"] = fingerprint(path for path in files if path.is_file())
     models = {name: table.model_directory for name, table in config.services.items()}
     cached = {path: model_fingerprint(path) for path in models.values() if path is not None}

@@ -22,9 +22,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 SAID = "<<response>>"
 """Stands for a response where the text after it is rendered."""
-TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE, TOKENIZER, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 """File that sets special tokens where `TOKENIZER_CONFIG` is of a transformers before 4.34."""
+FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, TEMPLATE)
+"""All files of a model directory that prompts depend on."""
 
 
 class Chat:
@@ -101,7 +103,7 @@ class Chat:
     @cached_property
     def _tokenizer(self) -> Any:
         tokenizers = required("tokenizers", "counting tokens")
-        path = self._directory / "tokenizer.json"
+        path = self._directory / TOKENIZER
         if not path.is_file():
             raise ConfigError(f"{self._directory} has no tokenizer.json, by which tokens are counted")
         try:
@@ -145,7 +147,7 @@ class Chat:
         return _compile(self._template_text(), self._now)
 
     def _template_text(self) -> str:
-        file = self._directory / "chat_template.jinja"
+        file = self._directory / TEMPLATE
         if file.is_file():
             return file.read_text(encoding="utf-8")
         given = self._config.get("chat_template")

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,13 @@ from controller.advantage.kl import AdaptiveKL, FixedKL
 from controller.advantage.safe import Multiplier
 from controller.checkpoints import saver
 from controller.checkpoints.digests import Digest, digest_of, fingerprint
-from controller.checkpoints.facts import changed_learning_rates, check_config, check_contents, check_platform
+from controller.checkpoints.facts import (
+    changed_learning_rates,
+    check_config,
+    check_contents,
+    check_platform,
+    contents_of,
+)
 from controller.checkpoints.journal import Journal
 from controller.checkpoints.kept import KeptState
 from controller.checkpoints.resume_point import ResumePoint
@@ -38,6 +44,7 @@ from controller.checkpoints.store import COMMIT, FILES, LATEST, CheckpointStore,
 from controller.checkpoints.termination import Termination
 from controller.config.checkpoint import CheckpointTable
 from controller.config.config import load
+from controller.data import chat
 from controller.identity import Identity
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.platform import platform_of
@@ -741,6 +748,16 @@ class TestFacts:
         check_contents({"data.train.0": "ab", "services.actor.model": ""}, {"data.train.0": "ab"})
         with pytest.raises(ConfigError, match=r"^data.train.0: the contents differ from those"):
             check_contents({"data.train.0": "ab"}, {"data.train.0": "cd"})
+
+    @pytest.mark.parametrize("file", chat.FILES)
+    def test_each_file_that_prompts_depend_on_counts(self, file: str, tmp_path: Path) -> None:
+        config = load(QUICKSTART, (f"data.tokenizer='{tmp_path}'",))
+        rows: Any = SimpleNamespace(fingerprints=tuple)
+        (tmp_path / file).write_text("{}")
+        before = contents_of(config, (rows, rows), None)
+        (tmp_path / file).write_text("{ }")
+        with pytest.raises(ConfigError, match=r"^data\.tokenizer: the contents differ"):
+            check_contents(before, contents_of(config, (rows, rows), None))
 
     def test_a_tokenizer_that_is_not_there_is_told_from_another_one(self) -> None:
         """As in another working directory, of a config with a relative path."""
