@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Mapping
 
 from controller.config.config import Config
@@ -33,8 +36,8 @@ except ConfigError as error:
 print(cause, file=sys.stderr, flush=True)
 os._exit(1 if cause else 0)
 """
-"""Program that prints why a reward function cannot be found, as its last line. Threads that the function's module has
-started end with it."""
+"""Program that prints why a reward function cannot be found, as its last line. Threads and processes that the
+function's module has started end with it."""
 
 LACKS_FOR_SANDBOX = (
     "from services.reward.sandbox.bwrap_command import missing; print('; '.join(missing()), flush=True)"
@@ -141,22 +144,37 @@ def check_function(name: str, table: Service) -> None:
     if not isinstance(table, RewardTable) or table.kind != "function":
         return
     command = [sys.executable, "-c", FIND_FUNCTION, table.function, json.dumps(table.options)]
-    try:
-        found = subprocess.run(
+    code, said = _ended(command, table.startup_timeout_s)
+    if code is None:
+        cause = f"function: {table.function!r} takes more than {table.startup_timeout_s:g} s to import"
+        raise ConfigError(f"services.{name}.{cause}")
+    if code:
+        ended = f"function: the import of {table.function!r} ended with status {code}"
+        raise ConfigError(f"services.{name}.{said[-1] if code == 1 and said else ended}")
+
+
+def _ended(command: list[str], timeout_s: float) -> tuple[int | None, list[str]]:
+    """Executes a command, and then ends all that it has started and that is in its process group. Returns its status,
+    None where it did not end in time, and the lines on its stderr."""
+    # A file: a pipe would not end before the processes that the command has started.
+    with tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=table.startup_timeout_s,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        cause = f"function: {table.function!r} takes more than {table.startup_timeout_s:g} s to import"
-        raise ConfigError(f"services.{name}.{cause}") from None
-    if found.returncode:
-        said = found.stderr.strip().splitlines()
-        ended = f"function: the import of {table.function!r} ended with status {found.returncode}"
-        raise ConfigError(f"services.{name}.{said[-1] if found.returncode == 1 and said else ended}")
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
+            code = process.poll()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        stderr.seek(0)
+        return code, stderr.read().decode(errors="replace").strip().splitlines()
 
 
 def check_sandbox(name: str, table: Service) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from deploy import with_parent
 from deploy.pipeline.report import check, render, summarize
 
 HERE = Path(__file__).parent
@@ -168,8 +169,8 @@ def _by_stage(settings: tuple[str, ...]) -> dict[str, list[str]]:
 
 
 def _run(*arguments: str) -> None:
-    """Runs Python with these arguments as a process that writes to this terminal, and waits for its end. Raises
-    click.exceptions.Exit, with its exit code, where it failed."""
-    ended: Any = subprocess.run([sys.executable, *arguments], check=False)
+    """Runs Python with these arguments as a process that writes to this terminal, and waits for its end; it ends with
+    this one, even where that is killed. Raises click.exceptions.Exit, with its exit code, where it failed."""
+    ended: Any = subprocess.run(with_parent.wrap([sys.executable, *arguments]), check=False)
     if ended.returncode:
         raise click.exceptions.Exit(ended.returncode if ended.returncode > 0 else 128 - ended.returncode)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from deploy.pipeline.cli import main
 from deploy.pipeline.dialogues import Pair, answers, is_heldout, read_pairs, shortened
 from deploy.pipeline.report import check, render, summarize
+from deploy.processes import is_alive
 
 TALK = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: how are you\n\nAssistant:"
 
@@ -112,3 +118,24 @@ def test_without_data_and_without_the_hub_the_error_says_what_to_give(
     assert ended.exit_code == 1
     assert "give a file with --data" in ended.output
     assert not (tmp_path / "runs").exists()
+
+
+STAGE = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stage_ends_with_a_pipeline_that_is_killed(number: signal.Signals) -> None:
+    """And so do the services that it has launched."""
+    program = f"from deploy.pipeline.cli import _run; _run('-c', {STAGE!r})"
+    pipeline = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert pipeline.stdout is not None
+    stage = psutil.Process(int(pipeline.stdout.readline()))
+    pipeline.send_signal(number)
+    pipeline.wait(20)
+    pipeline.stdout.close()
+    deadline = time.monotonic() + 20
+    while is_alive(stage):
+        if time.monotonic() > deadline:
+            stage.kill()
+            pytest.fail("the stage is left behind")
+        time.sleep(0.02)

@@ -3,12 +3,14 @@ functions that wait."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from python_path import python_path
 from unit import own_rewards
@@ -318,6 +320,40 @@ def test_the_check_before_a_run_refuses_it_too() -> None:
     ):
         preflight.check_function("reward", table("one_argument"))
     preflight.check_function("reward", table("trl"))
+
+
+STARTS_A_SERVER = """
+import subprocess
+from pathlib import Path
+
+server = subprocess.Popen(["sleep", "600"])
+Path(__file__).with_name("pid").write_text(str(server.pid))
+
+
+def score(prompt, response, ground_truth, metadata):
+    return 0.0
+"""
+
+
+def test_the_check_neither_waits_for_processes_that_the_module_starts_nor_leaves_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have its output, which a check that reads it to its end would wait for."""
+    (tmp_path / "with_server.py").write_text(STARTS_A_SERVER)
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
+    reward = {"role": "reward", "address": "127.0.0.1:1", "startup_timeout_s": 30.0}
+    preflight.check_function("reward", RewardTable(**reward, function="with_server:score"))
+    deadline = time.monotonic() + 20
+    while is_running(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() < deadline, "the server is left behind"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; a kill takes a moment."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def test_an_option_may_be_a_parameter_that_is_passed_by_name_alone() -> None:
