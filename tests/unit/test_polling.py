@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -42,8 +41,9 @@ asyncio.run(main())
 
 
 def switches_a_call(package: str, **environment: str) -> float:
-    """How often the threads of gRPC's EventEngine wait, in a call of a process to itself: the median of three runs."""
-    return statistics.median(count_switches(package, environment) for _ in range(3))
+    """How often the threads of gRPC's EventEngine wait, in a call of a process to itself: the most of three runs, as on
+    busy cores some messages are there before a thread would wait."""
+    return max(count_switches(package, environment) for _ in range(3))
 
 
 def count_switches(package: str, environment: Mapping[str, str]) -> float:
