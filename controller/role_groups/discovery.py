@@ -132,9 +132,10 @@ class Discovery:
                     answer = await client.call(WORKER["Describe"], worker_pb2.DescribeRequest(), remaining_s)
                     if answer.role == "reward" and not answer.ranks:
                         return _foreign_reward(name, table.address, answer)
-                    if not ended or answer.epoch != ended:
+                    if ended and answer.epoch == ended:
+                        why = ": rank 0 was not started again"
+                    elif not (why := await self._lost_rank(name, answer)):
                         return answer
-                    why = ": rank 0 was not started again"
                 except (ServiceLost, DeadlineExceeded) as error:
                     why = _connection_failure(error)
                 except NotAuthenticated:
@@ -151,6 +152,22 @@ class Discovery:
                 await asyncio.sleep(RETRY_S)
         finally:
             await client.close()
+
+    async def _lost_rank(self, name: str, description: worker_pb2.DescribeResponse) -> str:
+        """Returns ": " and the first rank that cannot be reached, as of a service that is about to end and whose rank 0
+        still responds; empty where all can. One that does not respond within `SILENCE_S` counts as reached."""
+        infos = list(enumerate(description.ranks))[1:]
+        clients = [RankClient(name, rank, info.endpoint.address) for rank, info in infos]
+        request = worker_pb2.DescribeRequest(brief=True)
+        calls = (client.call(WORKER["Describe"], request, SILENCE_S) for client in clients)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(*(client.close() for client in clients))
+        lost = [
+            str(client)
+            for client, answer in zip(clients, answers, strict=True)
+            if isinstance(answer, ServiceLost)
+        ]
+        return f": {lost[0]} cannot be reached" if lost else ""
 
 
 def reads_tokens(description: worker_pb2.DescribeResponse) -> bool:
