@@ -47,8 +47,19 @@ class Discovery:
             ServiceLost: Services do not respond within `run.connect_timeout_s`; the text lists all of them.
             ConfigError: A service is not the one that the config describes; raised without waiting for the others.
         """
+        deadline = time.monotonic() + self._config.run.connect_timeout_s
+        found, has_waited = await self._round(deadline)
+        while has_waited:
+            # Those that responded at once may have been about to end, and started again with the others.
+            before = {name: each.epoch for name, each in found.items()}
+            found, _ = await self._round(deadline)
+            has_waited = before != {name: each.epoch for name, each in found.items()}
+        return found
+
+    async def _round(self, deadline: float) -> tuple[Descriptions, bool]:
+        """Finds all services once, until `deadline`; returns their descriptions, and whether a line has named services
+        that were waited for. Raises as `find_all`."""
         timeout_s = self._config.run.connect_timeout_s
-        deadline = time.monotonic() + timeout_s
         finds = {name: asyncio.create_task(self.find(name, deadline)) for name in self._config.services}
         missing, told = set(finds), set[str]()
         try:
@@ -74,7 +85,7 @@ class Discovery:
                 f"no service answers within {timeout_s:g} s at {'; at '.join(lost.values())}. "
                 + (STARTED_BY_HAND if are_external else HOW_TO_START)
             )
-        return {name: find.result() for name, find in finds.items()}
+        return {name: find.result() for name, find in finds.items()}, bool(told)
 
     async def find(self, name: str, deadline: float, ended: int = 0) -> worker_pb2.DescribeResponse:
         """Waits until a service responds to Describe, checks its role, ranks and limits against the config, and returns
