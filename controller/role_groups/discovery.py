@@ -47,8 +47,19 @@ class Discovery:
             ServiceLost: Services do not respond within `run.connect_timeout_s`; the text lists all of them.
             ConfigError: A service is not the one that the config describes; raised without waiting for the others.
         """
+        deadline = time.monotonic() + self._config.run.connect_timeout_s
+        found, has_waited = await self._round(deadline)
+        while has_waited:
+            # Those that responded at once may have been about to end, and started again with the others.
+            before = {name: each.epoch for name, each in found.items()}
+            found, _ = await self._round(deadline)
+            has_waited = before != {name: each.epoch for name, each in found.items()}
+        return found
+
+    async def _round(self, deadline: float) -> tuple[Descriptions, bool]:
+        """Finds all services once, until `deadline`; returns their descriptions, and whether a line has named services
+        that were waited for. Raises as `find_all`."""
         timeout_s = self._config.run.connect_timeout_s
-        deadline = time.monotonic() + timeout_s
         finds = {name: asyncio.create_task(self.find(name, deadline)) for name in self._config.services}
         missing, told = set(finds), set[str]()
         try:
@@ -76,7 +87,7 @@ class Discovery:
             )
             error.called = (to_launch or list(lost))[0]
             raise error
-        return {name: find.result() for name, find in finds.items()}
+        return {name: find.result() for name, find in finds.items()}, bool(told)
 
     async def find(self, name: str, deadline: float, ended: int = 0) -> worker_pb2.DescribeResponse:
         """Waits until a service responds to Describe, checks its role, ranks and limits against the config, and returns
@@ -134,9 +145,10 @@ class Discovery:
                     answer = await client.call(WORKER["Describe"], worker_pb2.DescribeRequest(), remaining_s)
                     if answer.role == "reward" and not answer.ranks:
                         return _foreign_reward(name, table.address, answer)
-                    if not ended or answer.epoch != ended:
+                    if ended and answer.epoch == ended:
+                        why = ": rank 0 was not started again"
+                    elif not (why := await self._lost_rank(name, answer)):
                         return answer
-                    why = ": rank 0 was not started again"
                 except (ServiceLost, DeadlineExceeded) as error:
                     why = _connection_failure(error)
                 except NotAuthenticated:
@@ -155,6 +167,22 @@ class Discovery:
                 await asyncio.sleep(RETRY_S)
         finally:
             await client.close()
+
+    async def _lost_rank(self, name: str, description: worker_pb2.DescribeResponse) -> str:
+        """Returns ": " and the first rank that cannot be reached, as of a service that is about to end and whose rank 0
+        still responds; empty where all can. One that does not respond within `SILENCE_S` counts as reached."""
+        infos = list(enumerate(description.ranks))[1:]
+        clients = [RankClient(name, rank, info.endpoint.address) for rank, info in infos]
+        request = worker_pb2.DescribeRequest(brief=True)
+        calls = (client.call(WORKER["Describe"], request, SILENCE_S) for client in clients)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(*(client.close() for client in clients))
+        lost = [
+            str(client)
+            for client, answer in zip(clients, answers, strict=True)
+            if isinstance(answer, ServiceLost)
+        ]
+        return f": {lost[0]} cannot be reached" if lost else ""
 
 
 def reads_tokens(description: worker_pb2.DescribeResponse) -> bool:
