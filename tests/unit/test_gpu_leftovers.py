@@ -1,4 +1,4 @@
-"""What a side of `cuda_ipc` has of a GPU is given back where it cannot have all of it."""
+"""Either side of `cuda_ipc` gives back what it has of a GPU where it cannot have all that it needs."""
 
 from __future__ import annotations
 
