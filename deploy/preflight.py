@@ -39,10 +39,12 @@ os._exit(1 if cause else 0)
 """Program that prints why a reward function cannot be found, as its last line. Threads and processes that the
 function's module has started end with it."""
 
-LACKS_FOR_SANDBOX = (
-    "from services.reward.sandbox.bwrap_command import missing; print('; '.join(missing()), flush=True)"
-)
-"""Program that prints what this host lacks for sandboxes; an empty line where it lacks nothing."""
+LACKS_FOR_SANDBOX = """
+import sys
+from services.reward.sandbox.bwrap_command import missing
+sys.exit("; ".join(missing()) or 0)
+"""
+"""Program that prints what this host lacks for sandboxes, and ends with status 1 if it lacks anything."""
 
 
 def check(
@@ -182,13 +184,10 @@ def check_sandbox(name: str, table: Service) -> None:
     the service itself tries when it starts."""
     if not isinstance(table, RewardTable) or table.kind != "sandbox" or table.sandbox.allow_unsandboxed:
         return
-    command = [sys.executable, "-c", LACKS_FOR_SANDBOX]
-    found = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=table.startup_timeout_s
-    )
-    if found.returncode or found.stdout.strip():
-        cause = found.stdout.strip() or f"its check ended with status {found.returncode}"
-        raise ConfigError(f"services.{name}.kind: sandbox: {cause}")
+    code, said = _ended([sys.executable, "-c", LACKS_FOR_SANDBOX], table.startup_timeout_s)
+    if code != 0:
+        ended = "its check " + ("does not end" if code is None else f"ended with status {code}")
+        raise ConfigError(f"services.{name}.kind: sandbox: {said[-1] if code == 1 and said else ended}")
 
 
 def check_transports(name: str, table: Service) -> None:

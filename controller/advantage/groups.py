@@ -13,6 +13,7 @@ from controller.advantage.columns import (
     Scores,
     advantage_metrics,
     mean,
+    require_finite,
     sequence_scores,
     spread,
 )
@@ -106,10 +107,12 @@ def group_metrics(scores: np.ndarray, group: np.ndarray) -> dict[str, float]:
 
 
 def require_rows(rows: int, **columns: np.ndarray) -> None:
-    """Raises ValueError where a column, given as NAME=COLUMN, does not have one number for each of `rows` responses."""
+    """Raises ValueError where a column, given as NAME=COLUMN, does not have one number for each of `rows` responses, or
+    has a number that is not finite."""
     for name, column in columns.items():
         if column.shape != (rows,):
             raise ValueError(f"expected one {name} for each of {rows} responses, got shape {column.shape}")
+        require_finite(column)
 
 
 def _numbered(group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -68,6 +68,14 @@ def test_the_list_of_commands_has_a_whole_sentence_for_each(group: click.Group) 
     assert all(line.endswith(".") and not line.endswith("...") for line in listed.splitlines()[1:])
 
 
+def launch_by(text: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a shell script take the place of the launcher of services."""
+    program = directory / "launcher"
+    program.write_text(text)
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
 LAUNCHER = """\
 #!/bin/sh
 echo 'error: service critic: was killed by SIGKILL' >&2
@@ -80,10 +88,7 @@ def test_an_error_that_follows_from_a_lost_service_has_the_launchers_cause_in_fr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher stops the actor, which releases its shards, before the controller calls the critic again."""
-    program = tmp_path / "launcher"
-    program.write_text(LAUNCHER)
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    launch_by(LAUNCHER, tmp_path, monkeypatch)
     with LaunchedServices(load(QUICKSTART, ()), QUICKSTART, tmp_path) as services:
         said = services.explain(RlhfError("reference rank 0 ComputeRefLogProb: shard 9 was released"))
         stuck = DeadlineExceeded("actor rank 1 GenerateSequences: its process is stopped or stuck")
@@ -98,10 +103,7 @@ def test_the_cause_is_found_where_the_launchers_log_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a user who makes room on a full disk."""
-    program = tmp_path / "launcher"
-    program.write_text(LAUNCHER)
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    launch_by(LAUNCHER, tmp_path, monkeypatch)
     with LaunchedServices(load(QUICKSTART, ()), QUICKSTART, tmp_path / "logs") as services:
         shutil.rmtree(tmp_path / "logs")
         assert services.has_failed()
@@ -127,10 +129,7 @@ def test_no_report_is_waited_for_where_an_external_service_is_lost(
     def waits(seconds: float) -> None:
         raise AssertionError("it waits for a report of the launcher")
 
-    program = tmp_path / "launcher"
-    program.write_text(STARTER)
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    launch_by(STARTER, tmp_path, monkeypatch)
     config = load(QUICKSTART, ("services.reward.external=true",))
     lost = of_call("reward", ServiceLost("cannot be reached or died"))
     with LaunchedServices(config, QUICKSTART, tmp_path) as services, monkeypatch.context() as patch:
@@ -163,11 +162,9 @@ def test_services_that_are_not_there_are_lost_by_one_that_the_launcher_has_start
 def test_the_log_of_an_export_is_kept_where_an_error_names_it(
     text: str, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, logs = tmp_path / "launcher", tmp_path / "logs"
-    program.write_text(STARTER)
-    program.chmod(0o755)
+    logs = tmp_path / "logs"
+    launch_by(STARTER, tmp_path, monkeypatch)
     logs.mkdir()
-    monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setattr(export.tempfile, "mkdtemp", lambda prefix: str(logs))
     error = KeyboardInterrupt() if text == "interrupted" else ServiceLost(text.format(logs=logs))
     with pytest.raises(type(error)), export.launched_alone(load(QUICKSTART, ())):
@@ -190,10 +187,7 @@ def test_a_service_that_is_started_again_explains_errors_of_its_own_calls_alone(
 ) -> None:
     """Of two losses before one replacement none is left for a later error, and an error that does not follow from a
     loss keeps its class, by which the run is restarted or not."""
-    program = tmp_path / "launcher"
-    program.write_text(RELAUNCHER)
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    launch_by(RELAUNCHER, tmp_path, monkeypatch)
     monkeypatch.setattr(launch, "EXPLAIN_TIMEOUT_S", 0.0)
     with LaunchedServices(load(QUICKSTART, ()), QUICKSTART, tmp_path) as services:
         lost = of_call("reward", ServiceLost("step 3: refused"))
