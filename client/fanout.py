@@ -106,12 +106,10 @@ class FanOut:
         if failure.silent and isinstance(error, DeadlineExceeded | PeerFailed | CallCancelled):
             is_late = isinstance(error, DeadlineExceeded) or clock() >= now + timeout_s
             within = f" within {timeout_s:g} s" if is_late else ""
-            stuck = DeadlineExceeded(
+            raise DeadlineExceeded(
                 f"{failure.silent[0]} {method.name}: no answer{within}, and none to Cancel: its process is stopped or "
                 "stuck"
-            )
-            stuck.called = self.service
-            raise stuck from error
+            ).of_call(self.service) from error
         raise error
 
     async def cancel(self, call_id: str) -> list[RankClient]:

@@ -117,7 +117,8 @@ class RankClient:
             # gRPC cancels the calls of a channel that is closed, and refuses further ones.
             if not self._is_closed or _is_cancelled():
                 raise
-            raise self._named(ServiceLost(f"{self} {method.name}: the connection was closed")) from None
+            lost = ServiceLost(f"{self} {method.name}: the connection was closed")
+            raise lost.of_call(self.service) from None
 
     async def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:
         """Makes a server-streaming call, without a timeout, and yields its responses until the server ends the stream
@@ -126,7 +127,7 @@ class RankClient:
             async for response in self._callable(method)(request):
                 yield response
         except grpc.RpcError as error:
-            raise self._named(from_rpc_error(error, f"{self} {method.name}")) from error
+            raise from_rpc_error(error, f"{self} {method.name}").of_call(self.service) from error
 
     async def close(self) -> None:
         """Closes the stream of calls and the channel. Pending calls and further unary ones fail with ServiceLost."""
@@ -140,12 +141,7 @@ class RankClient:
         if isinstance(explained, DeadlineExceeded) and not explained.remote_traceback:
             # gRPC's own deadline, without an answer of the rank.
             explained = unanswered(str(self), method, timeout_s)
-        return self._named(explained)
-
-    def _named(self, error: RlhfError) -> RlhfError:
-        """Returns the error of a call, which has the name of the service from then on."""
-        error.called = self.service
-        return error
+        return explained.of_call(self.service)
 
     def _callable(self, method: Method) -> Any:
         if method.path not in self._callables:

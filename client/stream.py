@@ -252,9 +252,8 @@ class CallStream:
 
     def _fail(self, number: int, error: RlhfError) -> None:
         call = self._calls.pop(number)
-        error.called = self._service
         if not call.answer.done():
-            call.answer.set_exception(error)
+            call.answer.set_exception(error.of_call(self._service))
 
     def _fail_all(self, why: Why) -> None:
         """Fails all calls with errors that `why` makes, or with DeadlineExceeded where they are past their deadline."""

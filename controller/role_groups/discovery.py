@@ -85,8 +85,7 @@ class Discovery:
                 f"no service answers within {timeout_s:g} s at {'; at '.join(lost.values())}. "
                 + (HOW_TO_START if to_launch else STARTED_BY_HAND)
             )
-            error.called = (to_launch or list(lost))[0]
-            raise error
+            raise error.of_call((to_launch or list(lost))[0])
         return {name: find.result() for name, find in finds.items()}, bool(told)
 
     async def find(self, name: str, deadline: float, ended: int = 0) -> worker_pb2.DescribeResponse:
@@ -161,9 +160,7 @@ class Discovery:
                             f"services.{name}.address: {table.address} is no service of this cluster: {error}"
                         ) from error
                 if time.monotonic() + RETRY_S > deadline:
-                    lost = ServiceLost(f"{self._named(name)}{why}")
-                    lost.called = name
-                    raise lost
+                    raise ServiceLost(f"{self._named(name)}{why}").of_call(name)
                 await asyncio.sleep(RETRY_S)
         finally:
             await client.close()

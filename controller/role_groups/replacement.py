@@ -182,11 +182,7 @@ class Replacement:
 
     def _failed(self, error: RlhfError, again: RlhfError) -> RlhfError:
         """Returns the error of a replacement that has failed with `again`, after the loss `error`."""
-        if not is_loss(again):
-            return again
-        lost = ServiceLost(f"{error}; {again}")
-        lost.called = self._service
-        return lost
+        return ServiceLost(f"{error}; {again}").of_call(self._service) if is_loss(again) else again
 
     def _is_hopeless(self, deadline: float) -> bool:
         return time.monotonic() >= deadline or self._has_failed()

@@ -28,7 +28,7 @@ import contextlib
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import grpc
 from google.protobuf import any_pb2
@@ -54,6 +54,11 @@ class RlhfError(Exception):
     """Name of the service that raised the error; empty for errors raised in this process."""
     called: str = ""
     """Name, in the config, of the service that a failed call was sent to; empty for errors of no call of a client."""
+
+    def of_call(self, service: str) -> Self:
+        """Sets `called`, and returns this error."""
+        self.called = service
+        return self
 
 
 class InvalidRequest(RlhfError):

@@ -107,7 +107,8 @@ class PairRewardWorker(ModelWorker):
 
         def loss_for(_: int, num_pairs: int) -> LossFn[Tensor]:
             def loss(scores_S: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-                return pair_loss(scores_S, signs_of.get(micro_batch.rows.tobytes()), num_pairs=num_pairs)
+                mine = None if signs is None else signs_of[micro_batch.rows.tobytes()]
+                return pair_loss(scores_S, mine, num_pairs=num_pairs)
 
             return loss
 

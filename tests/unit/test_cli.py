@@ -111,11 +111,6 @@ def test_the_cause_is_found_where_the_launchers_log_was_removed(
     assert str(said) == "service critic: was killed by SIGKILL; critic rank 0: cannot be reached"
 
 
-def of_call(service: str, error: RlhfError) -> RlhfError:
-    error.called = service
-    return error
-
-
 STARTER = """\
 #!/bin/sh
 echo ready
@@ -131,7 +126,7 @@ def test_no_report_is_waited_for_where_an_external_service_is_lost(
 
     launch_by(STARTER, tmp_path, monkeypatch)
     config = load(QUICKSTART, ("services.reward.external=true",))
-    lost = of_call("reward", ServiceLost("cannot be reached or died"))
+    lost = ServiceLost("cannot be reached or died").of_call("reward")
     with LaunchedServices(config, QUICKSTART, tmp_path) as services, monkeypatch.context() as patch:
         patch.setattr(launch.time, "sleep", waits)
         assert services.explain(lost) is lost
@@ -190,14 +185,14 @@ def test_a_service_that_is_started_again_explains_errors_of_its_own_calls_alone(
     launch_by(RELAUNCHER, tmp_path, monkeypatch)
     monkeypatch.setattr(launch, "EXPLAIN_TIMEOUT_S", 0.0)
     with LaunchedServices(load(QUICKSTART, ()), QUICKSTART, tmp_path) as services:
-        lost = of_call("reward", ServiceLost("step 3: refused"))
+        lost = ServiceLost("step 3: refused").of_call("reward")
         assert str(services.explain(lost)) == "service reward: exited with 3; step 3: refused"
         assert services.take_loss("reward") == "was killed by SIGKILL"
         assert services.take_loss("reward") == ""
         for unexplained in (
-            of_call("reward", ServiceLost("cannot be reached")),
-            of_call("actor", ServiceLost("cannot be reached")),
-            of_call("cost", RewardFailed("row 7: no score")),
+            ServiceLost("cannot be reached").of_call("reward"),
+            ServiceLost("cannot be reached").of_call("actor"),
+            RewardFailed("row 7: no score").of_call("cost"),
             ServiceLost("cost rank 0 cannot be reached"),
         ):
             assert services.explain(unexplained) is unexplained
