@@ -41,6 +41,7 @@ MODULES = (
     "services.engines.fsdp.engine",
     "services.rollout.hf",
 )
+VLLM = "services.rollout.vllm_engine"
 DEPLOYMENT = "tests"
 
 
@@ -48,7 +49,8 @@ def serve(path: Path, log_dir: Path, settings: Sequence[str]) -> None:
     tables = read_tables(path, tuple(settings))
     services = {name: service_of(tables, name, path) for name in tables["services"]}
     log_dir.mkdir(parents=True, exist_ok=True)
-    import_uncollected(*MODULES)
+    generates_with_vllm = any(getattr(table, "rollout_engine", "") == "vllm" for table in services.values())
+    import_uncollected(*MODULES, *([VLLM] if generates_with_vllm else []))
     rendezvous = {name: LocalRendezvous() for name in services}
     ranks: list[int] = []
     try:

@@ -361,10 +361,11 @@ class Processes:
         *settings: str,
         timeout_s: float = 110.0,
         program: str = "forked_services.py",
+        cwd: Path = ROOT,
     ) -> subprocess.Popen[str]:
         """Starts the services of a config by `forked_services`, or another program here with its arguments, with
         overrides "key.path=value", and waits until all are healthy. SIGTERM ends them; the exit code is 0 then."""
-        launcher = self.start("python", str(HERE / program), str(config), str(log_dir), *settings)
+        launcher = self.start("python", str(HERE / program), str(config), str(log_dir), *settings, cwd=cwd)
         wait_for_line(launcher, "ready\n", timeout_s)
         return launcher
 

@@ -181,12 +181,12 @@ def stopped(rollout: HFRollout) -> str:
     return ""
 
 
-def main(meshes: list[tuple[tuple[int, ...], Any]], models: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def main(plan: dict[Path, list[tuple[tuple[int, ...], Any]]]) -> dict[str, dict[str, Any]]:
     reports = {}
-    for model, directory in models.items():
+    for directory, meshes in plan.items():
         plain = AutoModelForCausalLM.from_pretrained(directory)
         for sizes, way in meshes:
             kind, _, sharded = way.partition(" ")
             mesh = Mesh(*sizes, usual_order=kind != "hybridflow")
-            reports[f"{model} {mesh} {way}"] = run(mesh, kind, bool(sharded), directory, plain)
+            reports[f"{directory.name} {mesh} {way}"] = run(mesh, kind, bool(sharded), directory, plain)
     return reports

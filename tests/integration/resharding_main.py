@@ -148,9 +148,9 @@ def run(keys: dict[str, Any], directory: Path, out: Path) -> dict[str, Any]:
     return report
 
 
-def main(cases: dict[str, dict[str, Any]], models: dict[str, Path], out: Path) -> dict[str, dict[str, Any]]:
+def main(plan: dict[Path, dict[str, Any]], out: Path) -> dict[str, dict[str, Any]]:
     return {
-        f"{model} {name}": run(keys, directory, out / f"{model} {name}")
-        for model, directory in models.items()
+        f"{directory.name} {name}": run(keys, directory, out / f"{directory.name} {name}")
+        for directory, cases in plan.items()
         for name, keys in cases.items()
     }

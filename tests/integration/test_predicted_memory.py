@@ -71,19 +71,19 @@ VALUES = replace(FSDP, learns=False, receives=True, shape=replace(SHAPE, head="v
 
 TWO_RANKS = {
     "a rollout service": (ROLLOUT, MANY),
-    "a rollout service, bfloat16, no second buffer": (
-        replace(ROLLOUT, dtype="bfloat16", receives=False),
-        MANY,
-    ),
-    "a values service": (VALUES, MANY),
     "fsdp": (FSDP, MANY),
     "fsdp, bfloat16, few tokens": (replace(FSDP, dtype="bfloat16"), FEW),
-    "fsdp, generating together": (replace(FSDP, rollout=RolloutUse(tensor=2)), MANY),
     "fsdp, dividing tokens": (replace(FSDP, sequence_parallel=2), DIVIDED),
     "zero-2": (ZERO, MANY),
     "zero-3, few tokens": (replace(ZERO, zero_stage=3), FEW),
 }
 TWO_RANKS_MORE = {
+    "a rollout service, bfloat16, no second buffer": (
+        replace(ROLLOUT, dtype="bfloat16", receives=False),
+        MANY,
+    ),
+    "a values service": (VALUES, MANY),
+    "fsdp, generating together": (replace(FSDP, rollout=RolloutUse(tensor=2)), MANY),
     "fsdp, adapters, generating together": (
         replace(FSDP, adapters=AdapterSize(rank=8), rollout=RolloutUse(tensor=2), dtype="bfloat16"),
         MANY,
@@ -129,23 +129,23 @@ MORE_OF_ZERO = {
 }
 FOUR_RANKS = {
     "1-2-2, generating on 1-1-2-2": (replace(THREE_D, rollout=RolloutUse()), MANY),
+    "2-2-1": (replace(THREE_D, mesh=(2, 2, 1)), MANY),
+    "a rollout service, 2-2-1": (
+        replace(ROLLOUT, mesh=(2, 2, 1), rollout=RolloutUse(pipeline=2, tensor=2), dtype="bfloat16"),
+        MANY,
+    ),
+}
+MORE_OF_3D = {
     "1-2-2, sharded over data, bfloat16, few tokens": (
         replace(THREE_D, shards_over_data=True, dtype="bfloat16"),
         FEW,
     ),
-    "2-2-1": (replace(THREE_D, mesh=(2, 2, 1)), MANY),
     "1-2-2, sharded over data, generating on 1-2-2": (
         replace(THREE_D, shards_over_data=True, rollout=RolloutUse(tensor=2)),
         MANY,
     ),
     "a rollout service, 1-2-2": (replace(ROLLOUT, mesh=(1, 2, 2), rollout=RolloutUse(tensor=2)), MANY),
-    "a rollout service, 2-2-1": (
-        replace(ROLLOUT, mesh=(2, 2, 1), rollout=RolloutUse(pipeline=2, tensor=2), dtype="bfloat16"),
-        MANY,
-    ),
     "a values service, 1-2-2": (replace(VALUES, engine="3d", mesh=(1, 2, 2)), MANY),
-}
-MORE_OF_3D = {
     "1-2-2, few tokens": (THREE_D, FEW),
     "1-2-2, bfloat16": (replace(THREE_D, dtype="bfloat16"), MANY),
     "1-2-2, recomputed": (replace(THREE_D, activation_checkpointing=True), MANY),

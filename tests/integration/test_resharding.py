@@ -28,6 +28,7 @@ ZERO = {
     f"zero-{stage}": {"engine": "zero", "zero": {"stage": stage}, "generation_mesh": "1-2-1"}
     for stage in (2, 3)
 }
+BOTH = {**FSDP, **ZERO}
 ON_FOUR = {
     "fsdp": {"generation_mesh": "1-2-2"},
     "fsdp in stages": {"generation_mesh": "2-2-1"},
@@ -35,11 +36,15 @@ ON_FOUR = {
 }
 ZERO_ON_FOUR = {"zero-3": {"engine": "zero", "zero": {"stage": 3}, "generation_mesh": "1-2-2"}}
 FULL = [pytest.mark.full, pytest.mark.timeout(900)]
+# Qwen2 has biases and one tensor for embedding and output.
 LAUNCHES = [
-    pytest.param((2, FSDP), id="fsdp-2"),
-    pytest.param((2, ZERO), id="zero-2", marks=needs_deepspeed),
-    pytest.param((4, ON_FOUR), id="fsdp-4", marks=FULL),
-    pytest.param((4, ZERO_ON_FOUR), id="zero-4", marks=[needs_deepspeed, *FULL]),
+    pytest.param((2, {"llama": FSDP, "qwen2": {"fsdp in stages": FSDP["fsdp in stages"]}}), id="fsdp-2"),
+    pytest.param(
+        (2, {"llama": ZERO, "qwen2": {"zero-3": ZERO["zero-3"]}}), id="zero-2", marks=needs_deepspeed
+    ),
+    pytest.param((2, dict.fromkeys(MODELS, BOTH)), id="2", marks=[needs_deepspeed, *FULL]),
+    pytest.param((4, dict.fromkeys(MODELS, ON_FOUR)), id="fsdp-4", marks=FULL),
+    pytest.param((4, dict.fromkeys(MODELS, ZERO_ON_FOUR)), id="zero-4", marks=[needs_deepspeed, *FULL]),
 ]
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -54,8 +59,8 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for name, make in MODELS.items():
         torch.manual_seed(7)
         make().save_pretrained(directory / name)
-    models = {name: directory / name for name in MODELS}
-    return launch("integration.resharding_main", num_ranks, cases, models, directory, deadline_s=DEADLINE_S)
+    plan = {directory / name: cases[name] for name in cases}
+    return launch("integration.resharding_main", num_ranks, plan, directory, deadline_s=DEADLINE_S)
 
 
 def each(reports: Reports) -> list[tuple[str, int, dict[str, Any]]]:

@@ -27,7 +27,6 @@ from integration.harness import (
     free_ports,
     jagged,
     leaked_shared_memory,
-    wait_for_line,
 )
 from integration.listeners import assert_closed
 from nccl_transfer.refs.batch import Batch
@@ -48,17 +47,16 @@ STOP_TIMEOUT_S = 30.0
 STEPS = 2
 PARITY = 1e-4
 SIZES = {"kv_cache_gb": 0.25}
-ACTORS: dict[str, dict[str, Any]] = {
-    "actor": {"vllm": SIZES},
-    "paired_actor": {
-        "engine": "3d",
-        "ranks": 4,
-        "mesh": "2-2-1",
-        "generation_mesh": "1-2-2-1",
-        "rollout_sleep": True,
-        "vllm": {**SIZES, "engine_args": {"max_num_batched_tokens": 2048}},
-    },
+ACTOR: dict[str, Any] = {"vllm": SIZES}
+PAIRED_ACTOR: dict[str, Any] = {
+    "rollout_sleep": True,
+    "vllm": {**SIZES, "engine_args": {"max_num_batched_tokens": 2048}},
 }
+PAIRS: dict[str, dict[str, Any]] = {
+    "fsdp": {**PAIRED_ACTOR, "ranks": 2, "generation_mesh": "1-2-1"},
+    "3d": {**PAIRED_ACTOR, "engine": "3d", "ranks": 4, "mesh": "2-2-1", "generation_mesh": "1-2-2-1"},
+}
+ACTORS = ("actor", "paired_actor")
 OTHERS = ("critic", "reference", "reward")
 SAMPLING = actor_pb2.Sampling(temperature=0.7, max_new_tokens=6)
 SEQUENCES = ("prompt_ids", "response_ids")
@@ -71,15 +69,18 @@ def write(config: Config, path: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def up(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """`actor` on two ranks that have rows of their own; `paired_actor`, which trains in stages and generates in pairs,
-    and whose vLLM sleeps while it trains; and the others."""
+@pytest.fixture(scope="module", params=["fsdp", pytest.param("3d", marks=pytest.mark.full)])
+def up(
+    request: pytest.FixtureRequest, config: Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """`actor` on two ranks that have rows of their own; `paired_actor`, whose ranks train with shards, or in stages,
+    and generate in pairs, and whose vLLM sleeps while it trains; and the others."""
     directory = tmp_path_factory.mktemp("vllm")
     tables = config.model_dump(mode="json", exclude_unset=True)
+    given = dict(zip(ACTORS, (ACTOR, PAIRS[request.param]), strict=True))
     services = {
         name: {**tables["services"]["actor"], "rollout_engine": "vllm", "startup_timeout_s": 200.0, **table}
-        for name, table in ACTORS.items()
+        for name, table in given.items()
     } | {name: tables["services"][name] for name in OTHERS}
     for table, port in zip(services.values(), free_ports(len(services)), strict=True):
         table["address"] = f"127.0.0.1:{port}"
@@ -87,8 +88,7 @@ def up(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clu
     processes, before = Processes(), leaked_shared_memory()
     try:
         path = write(config, directory / "services.toml")
-        started = processes.start("rlhf-deploy", "up", str(path), "--log-dir", str(directory / "logs"))
-        wait_for_line(started, "ready\n", START_TIMEOUT_S)
+        started = processes.serve(path, directory / "logs", timeout_s=START_TIMEOUT_S)
         assert not {name for name in leaked_shared_memory() - before if "rlhf" in name}
         yield Cluster(config, {}, processes)
         started.terminate()

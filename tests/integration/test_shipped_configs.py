@@ -1,5 +1,5 @@
-"""Every config that the project ships is executed: those of the quickstart here, on real services that the run itself
-starts, those of the pipeline by a chore."""
+"""Every config that the project ships is executed: those of the quickstart here, on real services, those of the
+pipeline by a chore."""
 
 from __future__ import annotations
 
@@ -89,16 +89,17 @@ def test_a_shipped_config_trains(path: str, task: Task, tmp_path: Path, processe
         ),
     )
     given = [part for setting in settings for part in ("--set", setting)]
+    services_of_config = processes.serve(ROOT / path, tmp_path / "logs", *settings, cwd=tmp_path)
     ran = processes.start(
-        *("rlhf-controller", "--algo", EXECUTED[path], "--config", str(ROOT / path), "--launch"),
-        *given,
-        cwd=tmp_path,
+        "rlhf-controller", "--algo", EXECUTED[path], "--config", str(ROOT / path), *given, cwd=tmp_path
     )
-    out, err = ran.communicate(timeout=380)
+    out, err = ran.communicate(timeout=260)
     assert ran.returncode == 0, err
     (found,) = tmp_path.glob("runs/*/summary.json")
     summary = json.loads(found.read_text())
     assert summary["steps"] == 1
     assert summary["actor_sha256"]
     assert "run directory:" in out
+    services_of_config.terminate()
+    assert services_of_config.wait(30) == 0
     assert not processes.living()

@@ -30,16 +30,22 @@ def sharded(*sizes: tuple[int, ...]) -> Meshes:
     return [(each, True) for each in sizes]
 
 
-FAST = {
-    2: [*replicated((1, 2, 1)), *sharded((1, 1, 2))],
-    4: [*replicated((1, 2, 2), (2, 2, 1, 1, 2)), *sharded((2, 1, 2))],
+# By number of ranks, then by case.
+FAST: dict[int, dict[str, Meshes]] = {
+    4: {
+        "llama-float64": [*replicated((1, 2, 2), (2, 2, 1, 1, 2)), *sharded((2, 1, 2))],
+        "llama-float32": replicated((1, 2, 2)),
+        "qwen2-float64": replicated((2, 2, 1, 1, 2)),
+        "critic-value": sharded((2, 1, 2)),
+    },
 }
 EVERY = {
-    2: [*FAST[2], *replicated((1, 1, 2), (2, 1, 1), (1, 2, 1, 1, 1))],
+    2: [*replicated((1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 2, 1, 1, 1)), *sharded((1, 1, 2))],
     3: sharded((1, 1, 3)),
     4: [
-        *FAST[4],
         *replicated(
+            (1, 2, 2),
+            (2, 2, 1, 1, 2),
             (2, 1, 2),
             (1, 1, 4),
             (2, 2, 1),
@@ -48,23 +54,21 @@ EVERY = {
             (4, 1, 1, 2, 1),
             (2, 2, 1, 2, 1),
         ),
-        *sharded((1, 2, 2), (1, 2, 2, 1, 1), (1, 1, 4), (2, 2, 1)),
+        *sharded((2, 1, 2), (1, 2, 2), (1, 2, 2, 1, 1), (1, 1, 4), (2, 2, 1)),
     ],
     8: [
         *replicated((2, 2, 2), (1, 4, 2), (2, 2, 2, 1, 2), (1, 4, 2, 1, 2), (4, 2, 1, 2, 1)),
         *sharded((2, 2, 2), (2, 2, 2, 1, 2)),
     ],
 }
-FAST_CASES = ("llama-float64", "llama-float32", "qwen2-float64", "critic-value")
-EVERY_CASE = (*FAST_CASES, "qwen2-float32", "qwen3-float64", "mistral-float64")
+EVERY_CASE = (*FAST[4], "qwen2-float32", "qwen3-float64", "mistral-float64")
 FULL = [pytest.mark.full, pytest.mark.timeout(1200)]
 LAUNCHES = [
+    *(pytest.param((size, FAST[size]), id=f"{size} ranks") for size in FAST),
     *(
-        pytest.param((size, FAST[size], FAST_CASES), id=f"{size} ranks", marks=() if size == 4 else FULL)
-        for size in FAST
-    ),
-    *(
-        pytest.param((size, EVERY[size], EVERY_CASE), id=f"{size} ranks, every mesh", marks=FULL)
+        pytest.param(
+            (size, dict.fromkeys(EVERY_CASE, EVERY[size])), id=f"{size} ranks, every mesh", marks=FULL
+        )
         for size in EVERY
     ),
 ]
@@ -82,13 +86,12 @@ class Run:
 def launched(
     request: pytest.FixtureRequest, references: References, tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    num_ranks, meshes, names = request.param
-    cases = {name: references[name] for name in names}
+    num_ranks, meshes = request.param
+    cases = {name: (*references[name], meshes[name]) for name in meshes}
     directory = tmp_path_factory.mktemp("ranks")
-    deadline_s = DEADLINE_S["fast" if names == FAST_CASES else "every mesh"]
+    deadline_s = DEADLINE_S["fast" if meshes is FAST.get(num_ranks) else "every mesh"]
     return Run(
-        directory,
-        launch("integration.three_d_main", num_ranks, directory, meshes, cases, deadline_s=deadline_s),
+        directory, launch("integration.three_d_main", num_ranks, directory, cases, deadline_s=deadline_s)
     )
 
 

@@ -42,7 +42,7 @@ SAME = (
 
 
 def run(config: Config, directory: Path, meshes: dict[str, dict[str, Any]]) -> Path:
-    """A run that launches its services; returns its directory."""
+    """A run and its services, whose logs are in `directory / "logs"`; returns the run's directory."""
     ports = free_ports(len(ROLES))
     services = {
         role: config.services[role].model_copy(
@@ -56,7 +56,8 @@ def run(config: Config, directory: Path, meshes: dict[str, dict[str, Any]]) -> P
     path.write_text(tomli_w.dumps(tables.model_dump(mode="json", exclude_none=True, exclude_defaults=True)))
     processes = Processes()
     try:
-        controller = processes.start("rlhf-controller", "--algo", "ppo", "--config", str(path), "--launch")
+        processes.serve(path, directory / "logs")
+        controller = processes.start("rlhf-controller", "--algo", "ppo", "--config", str(path))
         out, err = controller.communicate(timeout=RUN_TIMEOUT_S)
         assert controller.returncode == 0, out + err
     finally:
@@ -101,7 +102,8 @@ def test_the_actor_of_a_mesh_is_exported_whole(finished: Path, task: Task) -> No
 
 
 def test_the_logs_have_no_warnings(finished: Path) -> None:
-    lines = [line for path in (finished / "logs").iterdir() for line in path.read_text().splitlines()]
+    logs = finished.parents[1] / "logs"
+    lines = [line for path in logs.iterdir() for line in path.read_text().splitlines()]
     assert lines
     assert [line for line in lines if "warning" in line.lower()] == []
 

@@ -285,10 +285,10 @@ def run_values(mesh: Mesh, sharded: bool, directory: Path, reference: Path, out:
 
 
 def main(
-    out: Path, meshes: list[tuple[tuple[int, ...], bool]], cases: dict[str, tuple[str, str, str]]
+    out: Path, cases: dict[str, tuple[str, str, str, list[tuple[tuple[int, ...], bool]]]]
 ) -> dict[str, dict]:
     reports: dict[str, dict] = {}
-    for case, (directory, reference, dtype) in cases.items():
+    for case, (directory, reference, dtype, meshes) in cases.items():
         earlier: Path | None = None
         for sizes, sharded in meshes:
             mesh = Mesh(*sizes)
