@@ -117,7 +117,7 @@ def test_launched_services_end_with_a_run_that_is_killed(small: Site) -> None:
     assert small.temporary_files() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_run_stopped_while_its_services_start_stops_them(small: Site, number: signal.Signals) -> None:
     run = small.controller(algorithm=ROLLOUTS, launch=True)
     wait_for_ranks(small)

@@ -99,7 +99,10 @@ def spans(directory: Path, step: int) -> dict[tuple[str, int], tuple[float, floa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "chunks", "tables"),
-    [("ppo", 2, {}), ("grpo", 4, {"algorithm": {"aggregation": "token-mean"}})],
+    [
+        ("ppo", 2, {}),
+        pytest.param("grpo", 4, {"algorithm": {"aggregation": "token-mean"}}, marks=pytest.mark.full),
+    ],
 )
 def test_rows_in_chunks_give_the_bits_of_one_call(
     config: Config, algorithm: str, chunks: int, tables: dict[str, Any], tmp_path: Path
@@ -115,7 +118,7 @@ def test_rows_in_chunks_give_the_bits_of_one_call(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_gradients_that_were_begun_chunk_by_chunk_give_the_bits_of_one_call(
     config: Config, epochs: int, tmp_path: Path
 ) -> None:

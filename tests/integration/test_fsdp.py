@@ -10,13 +10,18 @@ FAST = ("llama-float64", "qwen2-float64", "qwen2-float32", "qwen3_moe-float32")
 OTHERS = ("gemma2-float32", "gpt_oss-float32", "deepseek_v3-float32")
 """Capped scores and logits, attention sinks, values of fewer numbers than keys."""
 EVERY = (*FAST, *OTHERS, "llama-float32", "llama-value")
-DIVIDED = ("qwen2-float64", "qwen3-float64", "qwen3_moe-float32", "llama-value", *OTHERS)
+DIVIDED = ("qwen2-float64", "qwen3_moe-float32", "llama-value")
 WINDOWS = ("qwen3-float64", "mistral-float64")
 """Models with sliding windows."""
 LAUNCHES = [
     pytest.param((2, 1, FAST), id="2 ranks"),
     pytest.param((4, 2, DIVIDED), id="2 data ranks of 2"),
     pytest.param((2, 1, EVERY), id="2 ranks, everything", marks=pytest.mark.full),
+    pytest.param(
+        (4, 2, (*DIVIDED, "qwen3-float64", *OTHERS)),
+        id="2 data ranks of 2, everything",
+        marks=pytest.mark.full,
+    ),
     pytest.param((4, 1, EVERY), id="4 ranks, everything", marks=pytest.mark.full),
     pytest.param((8, 8, (*EVERY, *WINDOWS)), id="1 data rank of 8, everything", marks=pytest.mark.full),
 ]

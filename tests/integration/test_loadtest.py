@@ -238,14 +238,14 @@ def test_nobody_there_is_one_line(loadtest: Any) -> None:
 CALLS = [
     ("actor", "actor", "GenerateSequences"),
     ("actor", "actor", "ComputeLogProb"),
-    ("lone_actor", "actor", "ComputeLoss"),
+    pytest.param("lone_actor", "actor", "ComputeLoss", marks=pytest.mark.full),
     ("critic", "critic", "ComputeValues"),
     ("reference", "reference", "ComputeRefLogProb"),
     ("reward", "reward", "ComputeReward"),
     ("tensor_scorer", "reward", "ComputeReward"),
-    ("actor", "actor", "Synchronize"),
+    pytest.param("actor", "actor", "Synchronize", marks=pytest.mark.full),
     ("critic", "critic", "Describe"),
-    ("critic", "critic", "Check"),
+    pytest.param("critic", "critic", "Check", marks=pytest.mark.full),
 ]
 
 

@@ -183,8 +183,8 @@ def test_a_gibibyte_arrives_by_the_transport(plugins: Path, tmp_path: Path) -> N
     pass_the_contract("plugin_transport_contract.py", plugins, tmp_path, "-k", "gibibyte")
 
 
-def run(config: Config, directory: Path, tables: dict[str, dict[str, Any]], *, launch: bool = True) -> Path:
-    """A run of PPO that launches its services, or finds them up; returns its directory."""
+def run(config: Config, directory: Path, tables: dict[str, dict[str, Any]]) -> Path:
+    """A run of PPO and its services; returns its directory."""
     services = {
         role: config.services[role].model_copy(
             update={"address": f"127.0.0.1:{port}", **tables.get(role, {})}
@@ -197,10 +197,8 @@ def run(config: Config, directory: Path, tables: dict[str, dict[str, Any]], *, l
     path.write_text(tomli_w.dumps(of_run.model_dump(mode="json", exclude_none=True, exclude_defaults=True)))
     processes = Processes()
     try:
-        if not launch:
-            processes.serve(path, directory / "logs")
-        options = ["--launch"] * launch
-        controller = processes.start("rlhf-controller", "--algo", "ppo", "--config", str(path), *options)
+        processes.serve(path, directory / "logs")
+        controller = processes.start("rlhf-controller", "--algo", "ppo", "--config", str(path))
         out, err = controller.communicate(timeout=RUN_TIMEOUT_S)
         assert controller.returncode == 0, out + err
     finally:
@@ -212,7 +210,7 @@ def run(config: Config, directory: Path, tables: dict[str, dict[str, Any]], *, l
 @pytest.fixture(scope="module")
 def own(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with hf and fsdp."""
-    return run(config, tmp_path_factory.mktemp("own"), OWN, launch=False)
+    return run(config, tmp_path_factory.mktemp("own"), OWN)
 
 
 @pytest.mark.slow

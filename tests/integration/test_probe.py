@@ -106,7 +106,7 @@ def test_a_probe_does_not_disturb_a_run(four: Config, tmp_path: Path) -> None:
         assert sha256_of(run, "actor")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_plan_found_for_two_cpu_devices_runs_as_written(config: Config, tmp_path: Path) -> None:
     ports = iter(free_ports(len(ROLES)))
     services = {

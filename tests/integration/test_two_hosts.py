@@ -403,7 +403,9 @@ def test_one_command_on_each_host_starts_its_ranks_and_gives_the_numbers_of_one_
         said = [each.communicate(timeout=10)[1] for each in (here, there)]
         assert not processes.living()
         alone = {role: f"127.0.0.1:{port}" for role, port in zip(ROLES, free_ports(len(ROLES)), strict=True)}
-        run_two_steps(processes, "--launch", *flags(few_rows(alone, steps=2)))
+        on_one_host = few_rows(alone, steps=2)
+        processes.serve(TWO_NODES, tmp_path / "logs", *on_one_host, cwd=tmp_path)
+        run_two_steps(processes, *flags(on_one_host))
     assert outcomes[0] == outcomes[1]
     assert [line["step"] for line in outcomes[0].numbers] == [0, 1, 2]
     assert all(line["actor/grad_norm"] > 0 for line in outcomes[0].numbers[1:])

@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 # Case, stage and whether the optimizer is offloaded.
 FAST = [
-    ("llama-float64", 1, False),
     ("llama-float64", 3, False),
     ("qwen2-float32", 2, True),
     ("llama-value", 2, False),
