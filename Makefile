@@ -11,14 +11,21 @@ PYTEST := $(BIN)/python -m pytest
 # A worker runs whole files, the longest first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 PART := units services
-units := $(PYTEST) -n 2 -m "not full and not slow and not gpu" tests/test_architecture.py tests/unit tests/contract
-services := $(PYTEST) -n 2 $(BY_FILE) -m "not full and not slow and not gpu" tests/integration tests/chaos
+UNITS := tests/test_architecture.py tests/unit tests/contract
+SERVICES := tests/integration tests/chaos
+units := $(PYTEST) -n 2 -m "not full and not slow and not gpu" $(UNITS)
+services := $(PYTEST) -n 2 $(BY_FILE) -m "not full and not slow and not gpu" $(SERVICES)
+# With services three at a time keep two cores busy: they wait, for deadlines and for each other. The tests of vLLM in
+# services belong to the half that CI runs once vLLM is installed.
+VLLM := tests/integration/test_rollout_vllm.py
+units_of_change := $(PYTEST) -n 2 $(BY_FILE) -m "not full and not gpu" $(VLLM) $(UNITS)
+services_of_change := $(PYTEST) -n 3 $(BY_FILE) -m "not full and not gpu" --ignore $(VLLM) $(SERVICES)
 # After pytest: status 1 where tests have failed. Where not all of them ran, nothing is left to run again.
 NOTE := { status=$$?; [ $$status -eq 1 ] || { rm -f .pytest_cache/v/cache/lastfailed; exit $$status; }; }
 RESULTS := benchmarks/results/$(if $(shell grep -s GenuineIntel /proc/cpuinfo),intel,amd)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm quickstart pipeline test test-slow test-again test-full test-gpu check-extras check-cuda-wheels check-examples fuzz soak lint format bench clean
+.PHONY: help setup setup-vllm quickstart pipeline test test-slow test-change test-again test-full test-gpu check-extras check-cuda-wheels check-examples fuzz soak lint format bench clean
 
 help: ## List the chores.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -49,11 +56,13 @@ pipeline: $(RUNS) ## SFT, a reward model and PPO from raw dialogues (DATA=FILE, 
 test: setup ## Run the tests that belong to every change and are quick, without a GPU (PART=units or services: half).
 	@status=0; set -x; $(foreach part,$(PART),$($(part)) || $(NOTE);) exit $$status
 
-# These often wait, for deadlines and for each other: three at a time keep two cores busy.
 test-slow: setup ## Run the rest of what belongs to every change: minutes of real services.
 	@status=0; set -x; \
 	$(PYTEST) -n 3 $(BY_FILE) -m "slow and not full and not gpu" tests || $(NOTE); \
 	exit $$status
+
+test-change: setup ## Run all that belongs to every change: test and test-slow in less time (PART=units or services: half).
+	@status=0; set -x; $(foreach part,$(PART),$($(part)_of_change) || $(NOTE);) exit $$status
 
 test-again: setup ## Run the tests that failed last once more, one at a time.
 	$(PYTEST) --last-failed --last-failed-no-failures none tests
