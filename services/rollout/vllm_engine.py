@@ -100,8 +100,9 @@ def start_engine(
         logprobs_mode="processed_logprobs",
         distributed_executor_backend=_OwnRanks,
         additional_config={"identity": identity},
-        # Drafts add several tokens to a row in one step, and stop strings are matched token by token.
+        # Stop strings are matched token by token, and drafts, or an interval, would bring several tokens at a time.
         speculative_config=None,
+        stream_interval=1,
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **_arguments_of_the_device() | table.engine_args,

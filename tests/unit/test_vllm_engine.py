@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,22 +21,32 @@ pytestmark = pytest.mark.slow  # its import takes seconds
 
 
 @pytest.fixture
-def arguments(process_group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The arguments with which vLLM is started on a CPU."""
+def start(
+    process_group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[Any], object]], None]:
+    """Starts vLLM's engine, in whose place a function is called with vLLM's arguments, those that are given alone."""
     from services.rollout import vllm_engine
 
-    given: list[Any] = []
-    table = VllmTable(engine_args={"max_num_batched_tokens": 4096})
-
     class Given(vllm_engine.EngineArgs):
-        """vLLM's arguments, those that are given alone."""
-
         def __init__(self, **options: Any) -> None:
             self.__dict__.update(options)
 
-    monkeypatch.setattr(vllm_engine, "EngineArgs", Given)
-    monkeypatch.setattr(vllm_engine.LLMEngine, "from_engine_args", lambda args, **_: given.append(args))
-    vllm_engine.start_engine(tmp_path, dtype=torch.float32, table=table, identity="test", tensor_parallel=1)
+    def start(engine: Callable[[Any], object]) -> None:
+        monkeypatch.setattr(vllm_engine, "EngineArgs", Given)
+        monkeypatch.setattr(vllm_engine.LLMEngine, "from_engine_args", lambda args, **_: engine(args))
+        table = VllmTable(engine_args={"max_num_batched_tokens": 4096})
+        vllm_engine.start_engine(
+            tmp_path, dtype=torch.float32, table=table, identity="test", tensor_parallel=1
+        )
+
+    return start
+
+
+@pytest.fixture
+def arguments(start: Callable[[Callable[[Any], object]], None]) -> Any:
+    """The arguments with which vLLM is started on a CPU."""
+    given: list[Any] = []
+    start(given.append)
     return given[0]
 
 
@@ -56,6 +67,12 @@ def test_speculative_decoding_is_refused_since_it_adds_several_tokens_in_a_step(
     assert arguments.speculative_config is None
     with pytest.raises(ValidationError, match="speculative_config is set by the service"):
         VllmTable(engine_args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}})
+
+
+def test_an_interval_between_outputs_is_refused_since_it_brings_several_tokens_at_a_time(arguments: Any):
+    assert arguments.stream_interval == 1
+    with pytest.raises(ValidationError, match="stream_interval is set by the service"):
+        VllmTable(engine_args={"stream_interval": 8})
 
 
 def test_further_arguments_are_given_to_vllm(arguments: Any):
