@@ -168,7 +168,7 @@ class VLLMRollout(RolloutEngine):
                 num_tokens = sum(len(completion.token_ids) for completion in finished.values())
                 meter.advance(rows=len(finished), tokens=num_tokens)
         finally:
-            self._engine.abort_request([str(row) for row in range(num_rows) if row not in completions])
+            self._abort(row for row in range(num_rows) if row not in completions)
         return [completions[row] for row in range(num_rows)]
 
     def _end_at_stop_strings(self, stepped: dict[int, Any], watch: StopMatcher) -> None:
@@ -181,9 +181,16 @@ class VLLMRollout(RolloutEngine):
         rows = list(stepped)
         ended = watch.ended(rows, [stepped[row].token_ids[-1] for row in rows])
         stopped = [row for row, ends in zip(rows, ended, strict=True) if ends]
-        self._engine.abort_request([str(row) for row in stopped if not stepped[row].finish_reason])
+        self._abort(row for row in stopped if not stepped[row].finish_reason)
         for row in stopped:
             stepped[row].finish_reason = "stop"
+
+    def _abort(self, rows: Iterable[int]) -> None:
+        """Aborts the requests of rows, one after another. vLLM frees the cache blocks of requests that are aborted
+        together in the order of a set (`Scheduler.finish_requests`), which differs between processes; which prefixes
+        are still in the cache for later rows, and so how many tokens ranks compute together, would differ with it."""
+        for row in rows:
+            self._engine.abort_request([str(row)])
 
     def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         if self._tensor_parallel == 1:

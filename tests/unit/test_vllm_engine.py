@@ -123,6 +123,33 @@ def test_a_prefix_cache_that_is_not_reset_is_an_error():
         rollout._generate([[1]], SamplingOptions(max_new_tokens=1), np.zeros(1), cast(Any, None))
 
 
+def test_rows_that_end_together_free_their_blocks_in_order_in_every_process():
+    from vllm.v1.core.sched.scheduler import Scheduler  # type: ignore[import-not-found]
+    from vllm.v1.request import RequestStatus  # type: ignore[import-not-found]
+
+    from services.rollout.vllm import VLLMRollout
+
+    class Request:
+        is_finished = staticmethod(lambda: False)
+
+        def __init__(self, request_id: str) -> None:
+            self.request_id, self.status = request_id, RequestStatus.RUNNING
+
+    rows, freed, scheduler = range(40), list[str](), Scheduler.__new__(Scheduler)
+    scheduler.requests = {str(row): Request(str(row)) for row in rows}
+    scheduler.running = list(scheduler.requests.values())
+    scheduler._free_request = lambda request, **_: freed.append(request.request_id)
+
+    def abort(ids: list[str]) -> None:
+        scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+
+    rollout = VLLMRollout.__new__(VLLMRollout)
+    rollout._engine = cast(Any, SimpleNamespace(abort_request=abort))
+    stepped: dict[int, Any] = {row: SimpleNamespace(token_ids=[1], finish_reason=None) for row in rows}
+    rollout._end_at_stop_strings(stepped, cast(Any, SimpleNamespace(ended=lambda rows, tokens: [True] * 40)))
+    assert freed == [str(row) for row in rows]
+
+
 @pytest.mark.parametrize("change", ["sleep", "wake"])
 def test_an_engine_that_has_freed_or_taken_a_part_of_its_memory_ends_the_process(
     change: str, monkeypatch: pytest.MonkeyPatch
