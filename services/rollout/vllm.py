@@ -32,7 +32,12 @@ from services.rollout.base import (
     check_names,
 )
 from services.rollout.stops import StopMatcher
-from services.rollout.vllm_engine import get_tp_group, runs_eagerly, start_engine  # pyright: ignore[reportAttributeAccessIssue] - without vLLM
+from services.rollout.vllm_engine import (
+    get_tp_group,  # pyright: ignore[reportAttributeAccessIssue] - without vLLM
+    runs_eagerly,
+    start_engine,
+    use_current_stream,
+)
 from services.rollout.vllm_requests import check_temperature, generation_of, parameters
 from services.rollout.vllm_shards import load_parts
 from services.storage.layout import Layout
@@ -98,6 +103,7 @@ class VLLMRollout(RolloutEngine):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        use_current_stream()
         if self._layouts is not None:
             layouts = self._layouts
 
@@ -132,6 +138,7 @@ class VLLMRollout(RolloutEngine):
     def _generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, row_seeds: np.ndarray, meter: Meter
     ) -> Generation:
+        use_current_stream()
         requests = [parameters(sampling, int(seed)) for seed in row_seeds]
         # The cache may be of earlier weights. Cached prefixes also change the last bits of a result, so that a service
         # restarted in between would not reproduce it.

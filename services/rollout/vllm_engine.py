@@ -111,6 +111,7 @@ def start_engine(
     os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = torch.get_float32_matmul_precision()
     # A process killed during its start may have left some.
     _unlink_shared_memory(identity)
+    use_current_stream()
     set_num_threads = torch.set_num_threads
     try:
         # With this usage context vLLM takes its defaults for throughput.
@@ -122,6 +123,19 @@ def start_engine(
         torch.set_num_threads = set_num_threads
     _unlink_shared_memory(identity)
     return engine
+
+
+def use_current_stream() -> None:
+    """Makes vLLM compute on the current CUDA stream of the calling thread; does nothing without a GPU. To be called by
+    every thread that computes with vLLM, before it does.
+
+    Otherwise vLLM may replace the current stream of a thread by a new one (`vllm.utils.torch_utils.current_stream`). It
+    copies the sampled tokens to the host after the work on one stream, that of the thread that started it
+    (`GPUModelRunner.main_stream`): on another thread before they are there.
+    """
+    if torch.cuda.is_available():
+        # vLLM has replaced this function by one that also notes the stream.
+        torch.cuda.set_stream(torch.cuda.current_stream())
 
 
 def _arguments_of_the_device() -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -148,6 +150,55 @@ def test_rows_that_end_together_free_their_blocks_in_order_in_every_process():
     stepped: dict[int, Any] = {row: SimpleNamespace(token_ids=[1], finish_reason=None) for row in rows}
     rollout._end_at_stop_strings(stepped, cast(Any, SimpleNamespace(ended=lambda rows, tokens: [True] * 40)))
     assert freed == [str(row) for row in rows]
+
+
+@pytest.fixture
+def vllm_stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    """Returns the stream that vLLM computes on, on the calling thread of a host with a GPU, whose threads begin on
+    stream "default"."""
+    from vllm import platforms  # type: ignore[import-not-found]
+    from vllm.utils import torch_utils  # type: ignore[import-not-found]
+
+    current = threading.local()
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            pass
+
+    cuda = SimpleNamespace(is_rocm=lambda: False, is_cuda=lambda: True, is_cpu=lambda: False)
+    monkeypatch.setattr(platforms, "current_platform", cuda)
+    monkeypatch.setattr(torch_utils, "_current_stream_tls", threading.local())
+    monkeypatch.setattr(torch_utils, "prev_set_stream", lambda stream: setattr(current, "stream", stream))
+    monkeypatch.setattr(torch.cuda, "set_stream", torch_utils._patched_set_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: getattr(current, "stream", "default"))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return torch_utils.current_stream
+
+
+@pytest.mark.parametrize("call", ["start", "load", "generate"])
+def test_vllm_computes_on_the_stream_that_each_thread_trains_on(
+    call: str, vllm_stream: Callable[[], object], start: Callable[[Callable[[Any], object]], None]
+):
+    from services.rollout.vllm import VLLMRollout
+
+    streams: list[object] = []
+
+    def compute(*given: Any, **options: Any) -> None:
+        streams.append(vllm_stream())
+
+    rollout = VLLMRollout.__new__(VLLMRollout)
+    rollout._names, rollout._layouts = set(), None
+    rollout._engine = cast(Any, SimpleNamespace(collective_rpc=compute, reset_prefix_cache=compute))
+
+    def generate() -> None:
+        with pytest.raises(RuntimeError, match="could not reset its prefix cache"):
+            rollout._generate([[1]], SamplingOptions(max_new_tokens=1), np.zeros(1), cast(Any, None))
+
+    calls = {"start": lambda: start(compute), "load": lambda: rollout.load_weights([]), "generate": generate}
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(calls[call]).result()
+    assert streams == ["default"]
 
 
 @pytest.mark.parametrize("change", ["sleep", "wake"])
