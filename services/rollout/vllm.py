@@ -61,6 +61,7 @@ class VLLMRollout(RolloutEngine):
     name = "vllm"
     positions_key = "vllm.max_model_len"
     _dropped: Sequence[DroppedStorage] = ()
+    _slopes: Sequence[tuple[Tensor, Tensor]] = ()
 
     def __init__(
         self,
@@ -215,6 +216,8 @@ class VLLMRollout(RolloutEngine):
         """Drops the KV cache, and moves the weights to host memory (vLLM's sleep level 1) or drops them too (level 2).
         On a CPU, where vLLM does not sleep and has repacked most weights, these stay. Returns the bytes freed."""
         if self._on_gpu:
+            if level == 2:
+                (self._slopes,) = self._engine.collective_rpc(_copy_slopes)
             return self._changed(lambda: self._engine.sleep(level=level))
         (self._dropped,) = self._engine.collective_rpc(_drop_kv_cache)
         return sum(item.num_bytes for item in self._dropped)
@@ -224,6 +227,9 @@ class VLLMRollout(RolloutEngine):
             # vLLM has an allocator of its own, for which memory in torch's cache is not free.
             torch.cuda.empty_cache()
             taken = self._changed(self._engine.wake_up)
+            for tensor, copy in self._slopes:
+                tensor.copy_(copy)
+            self._slopes = ()
         else:
             taken, self._dropped = allocate_again(self._dropped), ()
         self._engine.collective_rpc(_zero_kv_cache)
@@ -249,6 +255,15 @@ class VLLMRollout(RolloutEngine):
 def _model_tensors(worker: Any) -> dict[str, Tensor]:
     """Returns the parameters and buffers of a vLLM worker's model by name; run by vLLM's `collective_rpc`."""
     return dict(worker.model_runner.get_model().state_dict())
+
+
+def _copy_slopes(worker: Any) -> list[tuple[Tensor, Tensor]]:
+    """Returns the slopes of ALiBi in all layers of a vLLM worker's model, each with a copy in host memory; run by
+    vLLM's `collective_rpc`. They are in the memory of the weights and no buffers, so vLLM's sleep level 2 drops them,
+    and nothing loads them again."""
+    layers = (getattr(module, "impl", None) for module in worker.model_runner.get_model().modules())
+    slopes = (getattr(layer, "alibi_slopes", None) for layer in layers)
+    return [(each, each.cpu().clone()) for each in slopes if isinstance(each, Tensor)]
 
 
 def _drop_kv_cache(worker: Any) -> list[DroppedStorage]:

@@ -217,6 +217,34 @@ def test_vllm_computes_on_the_stream_that_each_thread_trains_on(
     assert streams == ["default"]
 
 
+def test_slopes_of_alibi_are_as_before_after_a_sleep_that_drops_the_weights(monkeypatch: pytest.MonkeyPatch):
+    from services.rollout.vllm import VLLMRollout
+
+    slopes, layers = torch.tensor([0.5, 0.25]), torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+    for layer, own in zip(layers, (slopes, None), strict=True):
+        layer.impl = SimpleNamespace(alibi_slopes=own)  # type: ignore[assignment]
+    runner = SimpleNamespace(get_model=lambda: layers, kv_caches=[])
+
+    def sleep(level: int) -> None:
+        slopes.fill_(torch.nan)
+
+    rollout = VLLMRollout.__new__(VLLMRollout)
+    rollout._on_gpu = True
+    rollout._engine = cast(
+        Any,
+        SimpleNamespace(
+            sleep=sleep,
+            wake_up=lambda: True,
+            collective_rpc=lambda function: [function(SimpleNamespace(model_runner=runner))],
+        ),
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 2 << 30))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    rollout.sleep(keep_weights=False)
+    rollout.wake()
+    assert slopes.tolist() == [0.5, 0.25]
+
+
 @pytest.mark.parametrize("change", ["sleep", "wake"])
 def test_an_engine_that_has_freed_or_taken_a_part_of_its_memory_ends_the_process(
     change: str, monkeypatch: pytest.MonkeyPatch
