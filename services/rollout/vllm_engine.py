@@ -53,13 +53,18 @@ _SHARE_THAT_MUST_BE_FREE = 0.01
 
 
 class _OwnRanks(ExecutorWithExternalLauncher):
-    """vLLM executor that runs the model in this process, as one of the ranks of torch.distributed."""
+    """vLLM executor that runs the model in this process, as one of the ranks of torch.distributed.
+
+    Attributes:
+        identity: As in `start_engine`. Not a part of vLLM's configuration, by whose hash it finds the compiled model of
+            an earlier start.
+    """
+
+    identity: str
 
     def _distributed_args(self) -> tuple[str, int, int]:
         # vLLM names the shared memory of its tensor groups after the text behind the last colon.
-        config: Any = self.vllm_config.additional_config
-        method = f"env://:{config['identity']}"
-        return method, dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+        return f"env://:{self.identity}", dist.get_rank(), _local_rank()
 
 
 def start_engine(
@@ -100,8 +105,9 @@ def start_engine(
         enforce_eager=runs_eagerly(table),
         enable_sleep_mode=torch.cuda.is_available(),
         logprobs_mode="processed_logprobs",
-        distributed_executor_backend=_OwnRanks,
-        additional_config={"identity": identity},
+        distributed_executor_backend=type("_OwnRanks", (_OwnRanks,), {"identity": identity}),
+        # A compiled model names the GPU that it runs on; without this, vLLM would look for it by the global rank alone.
+        additional_config={"local_rank": _local_rank()},
         # Stop strings are matched token by token, and drafts, or an interval, would bring several tokens at a time.
         speculative_config=None,
         stream_interval=1,
@@ -125,6 +131,11 @@ def start_engine(
         torch.set_num_threads = set_num_threads
     _unlink_shared_memory(identity)
     return engine
+
+
+def _local_rank() -> int:
+    """Returns the number of this rank on its host, which is that of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _check_platform() -> None:

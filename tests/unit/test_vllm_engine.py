@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from transformers import LlamaConfig
 
 from rlhf.errors import OutOfStep
 from services.rollout.base import SamplingOptions
@@ -75,6 +76,28 @@ def test_an_interval_between_outputs_is_refused_since_it_brings_several_tokens_a
     assert arguments.stream_interval == 1
     with pytest.raises(ValidationError, match="stream_interval is set by the service"):
         VllmTable(engine_args={"stream_interval": 8})
+
+
+def test_services_of_one_model_share_what_vllm_compiles_for_a_gpu(
+    process_group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from services.rollout import vllm_engine
+
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    hashes: list[str] = []
+
+    def start(args: Any, *, usage_context: Any) -> None:
+        hashes.append(args.create_engine_config(usage_context).compute_hash())
+
+    monkeypatch.setattr(vllm_engine.LLMEngine, "from_engine_args", start)
+    for port, local_rank in ((1, 0), (2, 0), (1, 1)):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        vllm_engine.start_engine(
+            tmp_path, dtype=torch.float32, table=VllmTable(), identity=f"rlhf-{port}", tensor_parallel=1
+        )
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_further_arguments_are_given_to_vllm(arguments: Any):
