@@ -126,6 +126,10 @@ def start_engine(
         engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
     except VLLMError as error:
         raise ValueError(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"vLLM has too little memory on this GPU: {error}; lower vllm.kv_cache_gb or vllm.max_num_seqs"
+        ) from error
     finally:
         # vLLM's CPU worker replaces it by a function that does nothing.
         torch.set_num_threads = set_num_threads

