@@ -67,6 +67,7 @@ SET_FOR_VLLM: Mapping[str, str] = {
             "distributed_executor_backend",
             "additional_config",
             "speculative_config",
+            "stream_interval",
             "disable_log_stats",
             "use_tqdm_on_load",
         ),

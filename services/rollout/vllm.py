@@ -32,7 +32,12 @@ from services.rollout.base import (
     check_names,
 )
 from services.rollout.stops import StopMatcher
-from services.rollout.vllm_engine import get_tp_group, runs_eagerly, start_engine  # pyright: ignore[reportAttributeAccessIssue] - without vLLM
+from services.rollout.vllm_engine import (
+    get_tp_group,  # pyright: ignore[reportAttributeAccessIssue] - without vLLM
+    runs_eagerly,
+    start_engine,
+    use_current_stream,
+)
 from services.rollout.vllm_requests import check_temperature, generation_of, parameters
 from services.rollout.vllm_shards import load_parts
 from services.storage.layout import Layout
@@ -56,6 +61,7 @@ class VLLMRollout(RolloutEngine):
     name = "vllm"
     positions_key = "vllm.max_model_len"
     _dropped: Sequence[DroppedStorage] = ()
+    _slopes: Sequence[tuple[Tensor, Tensor]] = ()
 
     def __init__(
         self,
@@ -98,6 +104,7 @@ class VLLMRollout(RolloutEngine):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        use_current_stream()
         if self._layouts is not None:
             layouts = self._layouts
 
@@ -132,6 +139,7 @@ class VLLMRollout(RolloutEngine):
     def _generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, row_seeds: np.ndarray, meter: Meter
     ) -> Generation:
+        use_current_stream()
         requests = [parameters(sampling, int(seed)) for seed in row_seeds]
         # The cache may be of earlier weights. Cached prefixes also change the last bits of a result, so that a service
         # restarted in between would not reproduce it.
@@ -168,7 +176,7 @@ class VLLMRollout(RolloutEngine):
                 num_tokens = sum(len(completion.token_ids) for completion in finished.values())
                 meter.advance(rows=len(finished), tokens=num_tokens)
         finally:
-            self._engine.abort_request([str(row) for row in range(num_rows) if row not in completions])
+            self._abort(row for row in range(num_rows) if row not in completions)
         return [completions[row] for row in range(num_rows)]
 
     def _end_at_stop_strings(self, stepped: dict[int, Any], watch: StopMatcher) -> None:
@@ -181,9 +189,16 @@ class VLLMRollout(RolloutEngine):
         rows = list(stepped)
         ended = watch.ended(rows, [stepped[row].token_ids[-1] for row in rows])
         stopped = [row for row, ends in zip(rows, ended, strict=True) if ends]
-        self._engine.abort_request([str(row) for row in stopped if not stepped[row].finish_reason])
+        self._abort(row for row in stopped if not stepped[row].finish_reason)
         for row in stopped:
             stepped[row].finish_reason = "stop"
+
+    def _abort(self, rows: Iterable[int]) -> None:
+        """Aborts the requests of rows, one after another. vLLM frees the cache blocks of requests that are aborted
+        together in the order of a set (`Scheduler.finish_requests`), which differs between processes; which prefixes
+        are still in the cache for later rows, and so how many tokens ranks compute together, would differ with it."""
+        for row in rows:
+            self._engine.abort_request([str(row)])
 
     def _agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         if self._tensor_parallel == 1:
@@ -201,6 +216,8 @@ class VLLMRollout(RolloutEngine):
         """Drops the KV cache, and moves the weights to host memory (vLLM's sleep level 1) or drops them too (level 2).
         On a CPU, where vLLM does not sleep and has repacked most weights, these stay. Returns the bytes freed."""
         if self._on_gpu:
+            if level == 2:
+                (self._slopes,) = self._engine.collective_rpc(_copy_slopes)
             return self._changed(lambda: self._engine.sleep(level=level))
         (self._dropped,) = self._engine.collective_rpc(_drop_kv_cache)
         return sum(item.num_bytes for item in self._dropped)
@@ -210,6 +227,9 @@ class VLLMRollout(RolloutEngine):
             # vLLM has an allocator of its own, for which memory in torch's cache is not free.
             torch.cuda.empty_cache()
             taken = self._changed(self._engine.wake_up)
+            for tensor, copy in self._slopes:
+                tensor.copy_(copy)
+            self._slopes = ()
         else:
             taken, self._dropped = allocate_again(self._dropped), ()
         self._engine.collective_rpc(_zero_kv_cache)
@@ -235,6 +255,15 @@ class VLLMRollout(RolloutEngine):
 def _model_tensors(worker: Any) -> dict[str, Tensor]:
     """Returns the parameters and buffers of a vLLM worker's model by name; run by vLLM's `collective_rpc`."""
     return dict(worker.model_runner.get_model().state_dict())
+
+
+def _copy_slopes(worker: Any) -> list[tuple[Tensor, Tensor]]:
+    """Returns the slopes of ALiBi in all layers of a vLLM worker's model, each with a copy in host memory; run by
+    vLLM's `collective_rpc`. They are in the memory of the weights and no buffers, so vLLM's sleep level 2 drops them,
+    and nothing loads them again."""
+    layers = (getattr(module, "impl", None) for module in worker.model_runner.get_model().modules())
+    slopes = (getattr(layer, "alibi_slopes", None) for layer in layers)
+    return [(each, each.cpu().clone()) for each in slopes if isinstance(each, Tensor)]
 
 
 def _drop_kv_cache(worker: Any) -> list[DroppedStorage]:

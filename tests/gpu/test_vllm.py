@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from nccl_transfer.refs.mesh import Mesh
 from services.compute.splitting import split
 from services.engines.base import EngineSetup, TrainEngine
 from services.models.families import load_causal_lm
+from services.roles.device import use_device
 from services.roles.engine_factory import make_engine
 from services.rollout.base import Generation, RolloutEngine, RolloutSetup, SamplingOptions
 from services.rollout.factory import make_rollout
@@ -103,6 +105,15 @@ def test_training_finds_the_log_probs_of_its_rollouts_after_each_update(
         errors = (generation.log_probs.values.cpu() - log_probs(engine, batch, responses.lengths)).abs()
         assert float(errors.max()) < LARGEST_LOG_PROB_ERROR
         assert float(errors.mean()) < MEAN_LOG_PROB_ERROR
+
+
+def test_another_thread_than_the_one_that_started_it_generates_the_same(
+    device: torch.device, actor: tuple[TrainEngine, RolloutEngine], task: Task
+) -> None:
+    load(actor)
+    first = sample(actor[1], task)
+    with ThreadPoolExecutor(1, initializer=lambda: use_device(device)) as thread:
+        assert same(thread.submit(sample, actor[1], task).result(), first)
 
 
 @pytest.mark.parametrize("keep_weights", [True, False])

@@ -36,6 +36,7 @@ ALLOWED = {
     "engines/loss_accumulator.py numbers": "metrics of a step, in one copy",
     "rollout/hf.py _decode": "lengths, once per batch; new token ids at each step, only with stop strings",
     "rollout/hf.py _in_order": "token ids, once per generation: rewards and the cutting of micro-batches read them",
+    "rollout/vllm.py _copy_slopes": "a number per attention head, before vLLM drops them in its sleep",
     "roles/columns.py sequence_columns": "token ids, which are in host memory: micro-batches are cut there",
     "roles/columns.py response_mask": "the mask of sampled tokens, which is in host memory, as token ids are",
     "roles/weight_check.py _unequal": "a table of checksums, in host memory",
