@@ -28,6 +28,9 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_DO_NOT_TRACK="1",
 )
+# FlashInfer's all-reduce adds in no fixed order: results would not repeat, and ranks that sample the same rows from
+# different sums could draw different tokens. What the user sets stays.
+os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
 
 # vLLM warns of intended settings: no compiler, no Triton, modules without weights. Missing weights are checked here.
 logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -170,7 +173,8 @@ def use_current_stream() -> None:
 def _arguments_of_the_device() -> dict[str, Any]:
     """Returns arguments of vLLM's engine that depend on the device."""
     if torch.cuda.is_available():
-        return {}
+        # The fused pass is FlashInfer's all-reduce too, see above.
+        return {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
     # A prompt that is divided over several forward passes would fail: vLLM draws a token at the end of each pass and
     # then sets the row's generator back, which generators on the CPU do not support.
     return {"enable_chunked_prefill": False}

@@ -291,3 +291,18 @@ def test_an_engine_that_has_freed_or_taken_a_part_of_its_memory_ends_the_process
     rollout._engine = cast(Any, SimpleNamespace(sleep=fail, wake_up=fail))
     with pytest.raises(OutOfStep, match="has lost a part of its memory: OutOfMemoryError: no pinned memory"):
         getattr(rollout, change)()
+
+
+def test_ranks_that_generate_together_on_gpus_add_in_a_fixed_order(
+    arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer's all-reduce, which has none, is on by default, alone and fused with norms."""
+    from vllm import envs  # type: ignore[import-not-found]
+    from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found]
+
+    from services.rollout import vllm_engine
+
+    assert not envs.VLLM_ALLREDUCE_USE_FLASHINFER
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = EngineArgs(model="model", **vllm_engine._arguments_of_the_device())
+    assert given.compilation_config.pass_config.fuse_allreduce_rms is False
