@@ -49,7 +49,7 @@ def of_actor(run: Simulation, method: str) -> list[Entry]:
 
 def check_rows(run: Simulation, ahead: int) -> None:
     """Every row that was trained on was generated once, trained on once, and is at most `ahead` updates old; every
-    evaluation is of the version of its step."""
+    evaluation is of the version of its step, and so is every checkpoint."""
     made = {row: entry for entry in of_actor(run, "generate_sequences") for row in entry.rows}
     born = {
         row: version
@@ -74,6 +74,7 @@ def check_rows(run: Simulation, ahead: int) -> None:
             and entry.step <= updated
         ):
             assert entry.version == entry.step, "an evaluation is of the version of its step"
+    assert all(states["actor"][1] == step for step, (_, states) in run.saver.saved.items())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -312,6 +313,31 @@ def test_a_loop_that_waits_for_what_was_updated_goes_on(tmp_path: Path) -> None:
     run = simulate(tmp_path, "dr_grpo", "run.ahead=2", algorithm=waits_for_all)
     check_rows(run, 0)
     assert [run.notes.metrics[step]["seen"] for step in range(1, 6)] == [1.0] * 5
+
+
+def reads_the_metrics_of_updates(run: Run) -> None:
+    """Waits for nothing of a step before its update."""
+    actor, reward = run.actor(), run.reward()
+    for step in run.steps():
+        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch = reward.score(batch)
+        batch |= compute_advantage(run, step, batch)
+        updated = actor.update_actor(batch)
+        step.metrics["seen"] = float(len(updated.records()))
+        step.finish(batch, updated)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_an_update_whose_metrics_are_read_waits_for_the_evaluation_of_the_step_before(
+    ahead: int, tmp_path: Path
+) -> None:
+    table = (f"run.ahead={ahead}", "run.evaluate_every=1", "run.evaluation_rows=4")
+    calm = simulate(tmp_path, "dr_grpo", *table, algorithm=reads_the_metrics_of_updates)
+    check_rows(calm, ahead)
+    stormy = Weather(seed=ahead, longest_s=0.004)
+    repeated = simulate(tmp_path, "dr_grpo", *table, algorithm=reads_the_metrics_of_updates, weather=stormy)
+    assert results(repeated) == results(calm)
 
 
 def stops_at_three(run: Run) -> None:
