@@ -96,7 +96,9 @@ class Evaluator:
             for each in made:
                 self._recorder.calls(step.number, with_parts(each.records()))
             self._cluster.release(step)
-        measured = evaluation.summarize({name: np.concatenate([p[name] for p in parts]) for name in parts[0]})
+        numbers = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        # As a resumed run reads them, whatever types of numbers they are.
+        measured = {name: float(value) for name, value in evaluation.summarize(numbers).items()}
         self.history.append(measured)
         metrics = {f"evaluation/{name}": value for name, value in measured.items()}
         metrics["time/evaluation_s"] = self._cluster.session.now() - started
