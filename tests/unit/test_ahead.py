@@ -241,7 +241,8 @@ STORMS = (False, True, False, True, False)
 
 def random_runs(directory: Path, seed: int) -> None:
     """Runs of a random algorithm on random pools, with random delays and rows in chunks, that have the results of one
-    without delays and in one chunk, or one of whose calls fails, with the error of the call."""
+    without delays and in one chunk, also from its first checkpoint on, or one of whose calls fails, with the error of
+    the call."""
     chosen = random.Random(seed)
     name = chosen.choice(NAMES)
     ahead, every = chosen.choice((0, 1, 1, 2, 3)), chosen.choice((0, 2, 3))
@@ -263,6 +264,11 @@ def random_runs(directory: Path, seed: int) -> None:
     table.append(f"rollout.chunks={chosen.randint(1, 4)}")
     if chosen.random() < 0.5:
         table.append("algorithm.aggregation='seq-mean-token-sum'")
+    if 0 < (step := every) < max(calm.notes.metrics):
+        weather = Weather(len(STORMS) * seed, 0.003)
+        rest = simulate(directory, name, *table, every=every, weather=weather, resumed=calm.saver.saved[step])
+        metrics, states = results(calm)
+        assert results(rest) == ({at: metrics[at] for at in metrics if at > step}, states)
     for number, fails in enumerate(STORMS):
         weather = Weather(
             len(STORMS) * seed + number, 0.003, chosen.randint(1, len(calm.log)) if fails else 0
