@@ -9,6 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ MOVE_A_MODEL = (
 )
 """Python names of the methods that write, read or move a whole model; their timeout is `Session.save_timeout_s`."""
 
+_of_thread = threading.local()
 _MONOTONIC_BEGAN_S = time.time() - time.monotonic()
 
 
@@ -95,6 +97,17 @@ class StepContext:
             gate.reached(needs_kept=True)
         if self.gate:
             self.gate.reached(needs_kept=lateness == AFTER_UPDATES)
+
+    @contextmanager
+    def on_thread(self) -> Iterator[None]:
+        """Context manager in which calls of this thread that name no step belong to this one instead of the one begun
+        last, which depends on times where the thread works beside the loop over the steps."""
+        before = getattr(_of_thread, "step", None)
+        _of_thread.step = self
+        try:
+            yield
+        finally:
+            _of_thread.step = before
 
     def next_ordinal(self, service: str, method: str) -> int:
         """Returns the ordinal of the next call of a method of a service in this step, from 0, and counts the call."""
@@ -164,7 +177,7 @@ class Session:
         save_timeout_s: Timeout of a call that writes or reads a whole model, in seconds.
         balance: Whether sequences are distributed over data ranks by their estimated cost instead of by count.
         take_over: Whether the session may end another session that holds the services.
-        newest: The step begun last; calls that name no step belong to it.
+        newest: The step begun last; calls that name no step belong to it, see `step_of`.
         now: Function that returns the time of the run, Unix time in seconds. Default: `steady_unix_s`.
     """
 
@@ -211,9 +224,10 @@ class Session:
         return self.newest
 
     def step_of(self, step: StepContext | None) -> StepContext:
-        """Returns the step that calls on rows of `step` belong to: `step` itself, or `newest` where `step` is None or
-        has ended."""
-        return self.newest if step is None or step.has_ended else step
+        """Returns the step that calls on rows of `step` belong to: `step` itself, or where `step` is None or has ended
+        that of the thread (`StepContext.on_thread`), or `newest` where the thread has none."""
+        steps = (step, getattr(_of_thread, "step", None))
+        return next((each for each in steps if each and not each.has_ended), self.newest)
 
     def new_call_id(self) -> str:
         """Returns a call id that no call has had."""

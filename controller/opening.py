@@ -102,7 +102,12 @@ def open_planned(
         if saver:
             opened.callback(saver.close)
         parts = plan.config, plan.data, cluster, recorder, plan.pretrain, limits, opened
-        run = Run(*parts, checkpointer=saver, resumed=plan.resumes.run if plan.resumes else None)
+        run = Run(
+            *parts,
+            checkpointer=saver,
+            resumed=plan.resumes.run if plan.resumes else None,
+            started_unix_s=plan.identity.started_unix_ns / 1e9,
+        )
         unless_opened.pop_all()
         return run
 

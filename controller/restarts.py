@@ -8,6 +8,7 @@ from pathlib import Path
 
 from controller.checkpoints.resume_point import ResumePoint
 from controller.checkpoints.store import CheckpointStore
+from controller.role_groups.replacement import LostAgain
 from rlhf.errors import CorruptWeights, DeadlineExceeded, PeerFailed, Restarted, RlhfError, ServiceLost
 from settings.restarts import pause_before
 
@@ -50,15 +51,16 @@ class Restarts:
 
     def next(self, error: BaseException, run_dir: Path) -> str:
         """Counts a restart, and returns a line for the terminal that has the error, its number and the step of the
-        checkpoint; an empty text where no restart follows: the error is of another kind, no checkpoint can be read, or
-        the newest one had all of its restarts.
+        checkpoint; an empty text where no restart follows: the error is of another kind, or a LostAgain, which would
+        come again; no checkpoint can be read; or the newest one had all of its restarts.
 
         Args:
             error: Error that has ended the run.
             run_dir: The run directory.
         """
         try:
-            commits = CheckpointStore(run_dir).commits() if isinstance(error, self._reasons) else []
+            is_reason = isinstance(error, self._reasons) and not isinstance(error, LostAgain)
+            commits = CheckpointStore(run_dir).commits() if is_reason else []
         except (RlhfError, OSError):
             return ""
         if not commits:

@@ -260,8 +260,8 @@ RolloutEngineName = Annotated[str, _known(rollout_engine)]
 
 
 def check_options(spec: Spec, key: str, given: Any) -> dict[str, Any]:
-    """Checks the table `engine_options` or `rollout_options` of a service; returns it with all defaults, or empty for
-    an engine whose options are in another table.
+    """Checks the table `engine_options` or `rollout_options` of a service; returns it with all defaults except None,
+    or empty for an engine whose options are in another table.
 
     Args:
         spec: Spec of the service's engine.
@@ -277,7 +277,7 @@ def check_options(spec: Spec, key: str, given: Any) -> dict[str, Any]:
             raise ValueError(f"the options of this engine are in the table {spec.options_key}")
         return {}
     try:
-        return spec.options.model_validate(given).model_dump(mode="json")
+        return spec.options.model_validate(given).model_dump(mode="json", exclude_none=True)
     except ValidationError as error:
         raise ValueError(explain(error, given, spec.options)) from None
 

@@ -94,7 +94,10 @@ class GeneratingTable(LoadedModelTable):
         return self
 
     def _value(self, key: str) -> int:
-        """Returns the value of a key such as "rollout_tokens" or "vllm.max_model_len"."""
+        """Returns the value of a key such as "rollout_tokens" or "vllm.max_model_len"; 0 of an option that is not
+        set."""
         first, _, rest = key.partition(".")
         found = getattr(self, first)
-        return found if not rest else found[rest] if isinstance(found, dict) else attrgetter(rest)(found)
+        return (
+            found if not rest else found.get(rest, 0) if isinstance(found, dict) else attrgetter(rest)(found)
+        )

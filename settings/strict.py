@@ -7,7 +7,9 @@ working directory.
 
 from __future__ import annotations
 
+import math
 import tomllib
+from datetime import date, time
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -42,11 +44,28 @@ class Strict(BaseModel):
     @field_validator("*", mode="wrap")
     @classmethod
     def _truth_is_no_number(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        """Refuses true and false where a number is required; pydantic converts them to 1 and 0."""
+        """Refuses true and false where a number is required, which pydantic converts to 1 and 0; and see
+        `_check_kept`."""
         validated = validate(value)
         if isinstance(value, bool) and type(validated) in (int, float):
             raise PydanticKnownError("int_type" if isinstance(validated, int) else "float_type")
+        if isinstance(validated, dict):
+            _check_kept(validated)
         return validated
+
+
+def _check_kept(value: Any) -> None:
+    """Refuses in tables of any keys what the config that is written for a run does not keep as it is: None, numbers
+    that are not finite, dates and times. What reads that file, as a resumed run, would get something else."""
+    for each in value.values() if isinstance(value, dict) else value:
+        if isinstance(each, dict | list | tuple):
+            _check_kept(each)
+        elif isinstance(each, float) and not math.isfinite(each):
+            raise PydanticKnownError("finite_number")
+        elif each is None:
+            raise ValueError("None cannot be written to a config: leave the key out")
+        elif isinstance(each, date | time):
+            raise ValueError(f"a date or time has to be a text, in quotes (given: {each})")
 
 
 M = TypeVar("M", bound=BaseModel)

@@ -141,7 +141,8 @@ class ResumePoint:
                 )
             return
         commits = store.commits()
-        if commits[-1:] != [self.commit]:
+        # By their texts: a value that is no number is not equal to itself.
+        if [each.to_text() for each in commits[-1:]] != [self.commit.to_text()]:
             now = f"step-{commits[-1].step}" if commits else "none"
             raise ConfigError(
                 f"run directory {self.run_dir}: the newest checkpoint was step-{self.step} and is {now} now, by "

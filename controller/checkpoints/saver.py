@@ -168,7 +168,8 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         text = json_text({**content, "facts": self._facts}, indent=1) + "\n"
-        value = metrics.get(self._table.best)
+        best = metrics.get(self._table.best)
+        value = None if best is None else float(best)
         copies = [call for batch in calls for call in batch.calls]
         self._writing = on_thread(lambda: self._complete(step, copies, text, value), "checkpoint")
 

@@ -120,7 +120,7 @@ class Algorithm:
             **defaults,
             **given,
             **self._loss_options(chosen),
-            "options": options.model_dump(mode="json"),
+            "options": options.model_dump(mode="json", exclude_none=True),
         }
         tables["services"] = {name: tables["services"][name] for name in self._needed(config)}
         configured = validate(Config, tables, f"for {self.name}")

@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import math
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -99,7 +100,8 @@ def environment_factory(table: EnvironmentTable) -> Callable[..., Any] | None:
 
 class EnvironmentCaller:
     """Calls the environments of episodes, at most `concurrency` at a time, each call for at most `timeout_s`. `async`
-    methods run on one event loop, others on a thread each. A call that fails ends its episode alone.
+    methods run on one event loop, others on a thread each. A call that fails ends its episode alone. Thread-safe: an
+    evaluation may play episodes beside a step (`run.ahead`).
 
     Args:
         factory: Makes the environment of an episode.
@@ -109,6 +111,8 @@ class EnvironmentCaller:
     def __init__(self, factory: Callable[..., Any], table: EnvironmentTable) -> None:
         self._factory, self._table = factory, table
         self._loop = Loop(asyncio.new_event_loop(), "environment")
+        self._free = asyncio.Semaphore(table.concurrency)
+        self._asked, self._lock = 0, threading.Lock()
 
     def make(self, episodes: Sequence[Episode]) -> None:
         """Makes the environments of episodes. One that is made after its timeout is closed at once."""
@@ -183,15 +187,16 @@ class EnvironmentCaller:
         asked = [e for e in episodes if (e.environment is not None if failed else not e.error)]
 
         async def run() -> list[BaseException | None]:
-            free = asyncio.Semaphore(table.concurrency)
-
             async def one(episode: Episode) -> None:
-                async with free:
+                async with self._free:
                     await work(episode)
 
             return await asyncio.gather(*(one(episode) for episode in asked), return_exceptions=True)
 
-        longest_s = 2 * table.timeout_s * math.ceil(len(asked) / table.concurrency) + LATE_S
+        with self._lock:
+            self._asked += len(asked)
+            # Calls of another thread that are there already come first.
+            longest_s = 2 * table.timeout_s * math.ceil(self._asked / table.concurrency) + LATE_S
         try:
             (ended,) = results([self._loop.start(run())], longest_s)
         except DeadlineExceeded:
@@ -199,6 +204,9 @@ class EnvironmentCaller:
                 f"rollout.environment: calls have not ended within {longest_s:g} s, although each may take "
                 f"timeout_s, {table.timeout_s:g}: an async method of {table.factory} blocks its event loop"
             ) from None
+        finally:
+            with self._lock:
+                self._asked -= len(asked)
         errors = [(episode, error) for episode, error in zip(asked, ended, strict=True) if error]
         for episode, error in errors:
             episode.error = episode.error or f"environment {table.factory}: {error}"

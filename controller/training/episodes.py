@@ -46,24 +46,29 @@ class EpisodePlayer:
     Args:
         config: Configuration of the run, with a factory of environments.
         caller: Calls the environments.
+        started_unix_s: Start of the run, Unix time in seconds, which chat templates may use. Default: now.
     """
 
-    def __init__(self, config: Config, caller: EnvironmentCaller) -> None:
+    def __init__(
+        self, config: Config, caller: EnvironmentCaller, started_unix_s: float | None = None
+    ) -> None:
         self._table = config.rollout.environment
         options = config.data.chat_options
-        self._chat = Chat(config.tokenizer, options=options) if config.tokenizer else None
+        self._chat = Chat(config.tokenizer, started_unix_s, options) if config.tokenizer else None
         self._caller = caller
 
     @classmethod
-    def of(cls, config: Config, resources: contextlib.ExitStack) -> Self | None:
+    def of(
+        cls, config: Config, resources: contextlib.ExitStack, started_unix_s: float | None = None
+    ) -> Self | None:
         """Returns the player of a configuration, which is closed with `resources`; None where it has no environment.
-        Raises ConfigError where that cannot be imported."""
+        `started_unix_s`: as of the class. Raises ConfigError where the environment cannot be imported."""
         factory = environment_factory(config.rollout.environment)
         if factory is None:
             return None
         caller = EnvironmentCaller(factory, config.rollout.environment)
         resources.callback(caller.close)
-        return cls(config, caller)
+        return cls(config, caller, started_unix_s)
 
     def play(self, prompts: FutureBatch, generate: Generate) -> FutureBatch:
         """Returns the columns that `generate` makes, of whole episodes, and columns `ERRORS`, `TURNS`, `FINISHED` and

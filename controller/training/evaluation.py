@@ -79,7 +79,8 @@ class Evaluator:
     def evaluate(self, step: StepContext, evaluation: Evaluation, batch_rows: int = 0) -> dict[str, float]:
         """Evaluates the held-out rows after a step and returns the metrics, with prefix evaluation/,
         time/evaluation_s, and the losses of services in the step so far, with prefix `RESTARTS`. Appends the measured
-        metrics to `history`. All rows of the step are freed after each batch, those of its training too.
+        metrics to `history`. Calls on rows of no step belong to this one. All rows of the step are freed after each
+        batch, those of its training too.
 
         Args:
             step: The step.
@@ -89,12 +90,15 @@ class Evaluator:
         started = self._cluster.session.now()
         parts: list[Mapping[str, np.ndarray]] = []
         for batch in batches(self._data, self.rows, batch_rows or self._batch_rows):
-            values, made = evaluation.measure(batch.of_step(step))
+            with step.on_thread():
+                values, made = evaluation.measure(batch.of_step(step))
             parts.append(values)
             for each in made:
                 self._recorder.calls(step.number, with_parts(each.records()))
             self._cluster.release(step)
-        measured = evaluation.summarize({name: np.concatenate([p[name] for p in parts]) for name in parts[0]})
+        numbers = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        # As a resumed run reads them, whatever types of numbers they are.
+        measured = {name: float(value) for name, value in evaluation.summarize(numbers).items()}
         self.history.append(measured)
         metrics = {f"evaluation/{name}": value for name, value in measured.items()}
         metrics["time/evaluation_s"] = self._cluster.session.now() - started

@@ -173,7 +173,7 @@ class StepLoop:
     def _reached(self, number: int, evaluation: Evaluation, needs_kept: bool) -> None:
         """Called before step `number` holds back a call to a service that learns, or waits for a result. Opens the gate
         of the oldest open step if it is at least `run.ahead` steps older. If the result depends on calls that are held
-        back (`needs_kept`), also ends all earlier steps and begins these calls."""
+        back (`needs_kept`), also ends all earlier steps, with their evaluations, and begins these calls."""
         if threading.get_ident() != self._thread:
             return
         self._generate_due(number)
@@ -184,6 +184,8 @@ class StepLoop:
         if needs_kept:
             while self._open[0].step.number < number:
                 self._end_oldest(evaluation)
+            # An evaluation of the last of them is of the weights before the calls that begin now.
+            self._finish_evaluation()
             if gate := self._open[0].gate:
                 gate.flush()
 

@@ -65,6 +65,7 @@ class Run:
             services. Default: empty.
         checkpointer: Writes the checkpoints of the run. Default: none are written.
         resumed: State of the run that it is resumed from, of a checkpoint. Default: the run begins.
+        started_unix_s: Start of the run, Unix time in seconds, which chat templates may use. Default: now.
 
     Attributes:
         loader: Loader that draws the prompts.
@@ -81,6 +82,7 @@ class Run:
         resources: contextlib.ExitStack | None = None,
         checkpointer: Checkpointer | None = None,
         resumed: Mapping[str, Any] | None = None,
+        started_unix_s: float | None = None,
     ) -> None:
         self.config = config
         self.recorder = recorder
@@ -99,7 +101,7 @@ class Run:
         self._columns = ColumnReader(fetcher, cluster.session, config.run.call_timeout_s)
         self._resources = resources or contextlib.ExitStack()
         self._resources.callback(self._columns.close)
-        self._player = EpisodePlayer.of(config, self._resources)
+        self._player = EpisodePlayer.of(config, self._resources, started_unix_s)
         self._loop = StepLoop(
             config.run,
             config.rollout,

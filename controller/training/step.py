@@ -116,7 +116,12 @@ class Step:
     def deferred(self, work: Callable[[], FutureBatch], names: Sequence[str], rows: int) -> FutureBatch:
         """Calls a function as `later` does where steps overlap, also where they do not but rows are in chunks."""
         assert self._deferral is not None, "columns are futures"
-        made = self._deferral.submit(lambda: _resolved(work(), names))
+
+        def resolve() -> dict[str, Column]:
+            with self.context.on_thread():
+                return _resolved(work(), names)
+
+        made = self._deferral.submit(resolve)
         self._later.append(made)
         columns = {name: then(made, lambda columns, name=name: columns[name]) for name in names}
         return FutureBatch(rows, columns, step=self.context)

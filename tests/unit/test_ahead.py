@@ -10,14 +10,21 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from unit.simulated_run import QUICKSTARTS, ROLLOUT, VALUES, Entry, Simulation, Weather, simulate
 
 from controller import algorithms
+from controller.advantage.columns import row_sums
 from controller.algorithms.grpo import compute_advantage
 from controller.config.config import load
+from controller.role_groups.dataflow import FutureBatch
+from controller.training.columns import texts_of
+from controller.training.deferral import future_columns
+from controller.training.evaluation import Evaluation, Measured
 from controller.training.run import Run
 from controller.training.step import Step
+from nccl_transfer.refs.columns import Jagged
 from rlhf import plugins
 from rlhf.errors import ConfigError, InvalidRequest, RlhfError
 
@@ -49,7 +56,7 @@ def of_actor(run: Simulation, method: str) -> list[Entry]:
 
 def check_rows(run: Simulation, ahead: int) -> None:
     """Every row that was trained on was generated once, trained on once, and is at most `ahead` updates old; every
-    evaluation is of the version of its step."""
+    evaluation is of the version of its step, and so is every checkpoint."""
     made = {row: entry for entry in of_actor(run, "generate_sequences") for row in entry.rows}
     born = {
         row: version
@@ -74,6 +81,7 @@ def check_rows(run: Simulation, ahead: int) -> None:
             and entry.step <= updated
         ):
             assert entry.version == entry.step, "an evaluation is of the version of its step"
+    assert all(states["actor"][1] == step for step, (_, states) in run.saver.saved.items())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -233,7 +241,8 @@ STORMS = (False, True, False, True, False)
 
 def random_runs(directory: Path, seed: int) -> None:
     """Runs of a random algorithm on random pools, with random delays and rows in chunks, that have the results of one
-    without delays and in one chunk, or one of whose calls fails, with the error of the call."""
+    without delays and in one chunk, also from its first checkpoint on, or one of whose calls fails, with the error of
+    the call."""
     chosen = random.Random(seed)
     name = chosen.choice(NAMES)
     ahead, every = chosen.choice((0, 1, 1, 2, 3)), chosen.choice((0, 2, 3))
@@ -255,6 +264,11 @@ def random_runs(directory: Path, seed: int) -> None:
     table.append(f"rollout.chunks={chosen.randint(1, 4)}")
     if chosen.random() < 0.5:
         table.append("algorithm.aggregation='seq-mean-token-sum'")
+    if 0 < (step := every) < max(calm.notes.metrics):
+        weather = Weather(len(STORMS) * seed, 0.003)
+        rest = simulate(directory, name, *table, every=every, weather=weather, resumed=calm.saver.saved[step])
+        metrics, states = results(calm)
+        assert results(rest) == ({at: metrics[at] for at in metrics if at > step}, states)
     for number, fails in enumerate(STORMS):
         weather = Weather(
             len(STORMS) * seed + number, 0.003, chosen.randint(1, len(calm.log)) if fails else 0
@@ -312,6 +326,90 @@ def test_a_loop_that_waits_for_what_was_updated_goes_on(tmp_path: Path) -> None:
     run = simulate(tmp_path, "dr_grpo", "run.ahead=2", algorithm=waits_for_all)
     check_rows(run, 0)
     assert [run.notes.metrics[step]["seen"] for step in range(1, 6)] == [1.0] * 5
+
+
+def reads_the_metrics_of_updates(run: Run) -> None:
+    """Waits for nothing of a step before its update."""
+    actor, reward = run.actor(), run.reward()
+    for step in run.steps():
+        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch = reward.score(batch)
+        batch |= compute_advantage(run, step, batch)
+        updated = actor.update_actor(batch)
+        step.metrics["seen"] = float(len(updated.records()))
+        step.finish(batch, updated)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_an_update_whose_metrics_are_read_waits_for_the_evaluation_of_the_step_before(
+    ahead: int, tmp_path: Path
+) -> None:
+    table = (f"run.ahead={ahead}", "run.evaluate_every=1", "run.evaluation_rows=4")
+    calm = simulate(tmp_path, "dr_grpo", *table, algorithm=reads_the_metrics_of_updates)
+    check_rows(calm, ahead)
+    stormy = Weather(seed=ahead, longest_s=0.004)
+    repeated = simulate(tmp_path, "dr_grpo", *table, algorithm=reads_the_metrics_of_updates, weather=stormy)
+    assert results(repeated) == results(calm)
+
+
+def measures_rows_of_its_own(run: Run) -> None:
+    """Its evaluation makes new rows, which belong to no step, and waits for the actor's log-probabilities of them."""
+    actor, reward = run.actor(), run.reward()
+
+    def measure(heldout: FutureBatch) -> Measured:
+        rows = FutureBatch.of(prompt=[f"Think first. {text}" for text in texts_of(heldout, "prompt")])
+        batch = rows | actor.generate_sequences(rows)
+        batch |= actor.compute_log_prob(batch)
+        return {"sums": row_sums(run.fetch(batch, "log_probs")["log_probs"])}, [batch]
+
+    for step in run.steps(Evaluation(measure, lambda values: {"sum": float(values["sums"].sum())})):
+        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch = reward.score(batch)
+        batch |= compute_advantage(run, step, batch)
+        step.finish(batch, actor.update_actor(batch))
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_new_rows_of_an_evaluation_belong_to_its_step(ahead: int, tmp_path: Path) -> None:
+    table = (f"run.ahead={ahead}", "run.evaluate_every=1")
+    calm = simulate(tmp_path, "dr_grpo", *table, algorithm=measures_rows_of_its_own)
+    check_rows(calm, ahead)
+    made = Counter(entry.step for entry in of_actor(calm, "generate_sequences"))
+    assert made == {0: 1, **dict.fromkeys(range(1, 6), 2)}
+    for seed in range(3):
+        weather = Weather(seed=seed, longest_s=0.004)
+        stormy = simulate(tmp_path, "dr_grpo", *table, algorithm=measures_rows_of_its_own, weather=weather)
+        assert results(stormy) == results(calm)
+
+
+@future_columns("advantages")
+def with_new_rows(run: Run, step: Step, batch: FutureBatch) -> FutureBatch:
+    """Has the reference compute new rows, which belong to no step."""
+    lengths = run.lengths(batch)
+    ids = Jagged(np.arange(lengths.sum()), lengths)
+    rows = FutureBatch.of(prompt_ids=ids, response_ids=ids)
+    found = run.fetch(run.reference().compute_ref_log_prob(rows), "ref_log_probs")
+    return FutureBatch.of(advantages=row_sums(found["ref_log_probs"]))
+
+
+def computes_rows_of_its_own(run: Run) -> None:
+    actor = run.actor()
+    for step in run.steps():
+        batch = step.prompts | actor.generate_sequences(step.prompts)
+        batch |= actor.compute_log_prob(batch)
+        batch |= with_new_rows(run, step, batch)
+        step.finish(batch, actor.update_actor(batch))
+
+
+def test_new_rows_of_a_later_function_belong_to_its_step(tmp_path: Path) -> None:
+    for seed in range(3):
+        weather = Weather(seed=seed, longest_s=0.004)
+        table = ("run.ahead=1", "run.evaluate_every=0")
+        run = simulate(tmp_path, "grpo", *table, weather=weather, algorithm=computes_rows_of_its_own)
+        steps = [entry.step for entry in run.log if entry.method == "compute_ref_log_prob"]
+        assert steps == list(range(1, 6))
 
 
 def stops_at_three(run: Run) -> None:

@@ -22,7 +22,8 @@ from controller.training.run import Run
 from examples.plugins.rlhf_example.algorithms import compute_advantage
 from rlhf.errors import ConfigError, InvalidRequest, RlhfError
 from settings.commands import errors_shown
-from settings.strict import Strict
+from settings.engines import EngineSpec, check_options
+from settings.strict import Strict, validate
 
 QUICKSTARTS = Path(__file__).parent.parent.parent / "deploy" / "quickstart"
 ALL = ("cispo", "dapo", "distill", "dpo", "dr_grpo", "grpo", "gspo", "ppo", "reinforce_pp", "remax", "reward_model",
@@ -62,6 +63,29 @@ def refusal(found: Algorithm, config: Config) -> str:
         found.configure(config)
     assert "\n" not in str(raised.value)
     return str(raised.value)
+
+
+class LimitOptions(Strict):
+    """Options of which one is not set by default."""
+
+    limit: float | None = None
+    """Limit."""
+
+
+def test_an_option_that_is_not_set_is_left_out_of_the_file_of_the_run() -> None:
+    def limited(run: Run, options: LimitOptions) -> None: ...
+
+    found = algorithm(services=("actor", "reward"), options=LimitOptions)(limited)
+    for settings, expected in (((), {}), (("algorithm.options.limit=2.5",), {"limit": 2.5})):
+        config = found.configure(quickstart("groups", *settings))
+        written = tomllib.loads(tomli_w.dumps(found.resolved(config)))
+        assert found.configure(validate(Config, written, "file")).algorithm.options == expected
+
+
+def test_an_option_of_an_engine_that_is_not_set_is_left_out_of_the_file_of_the_run() -> None:
+    spec = EngineSpec(implementation="mine:Engine", options=LimitOptions)
+    assert check_options(spec, "engine_options", {}) == {}
+    assert check_options(spec, "engine_options", {"limit": 2}) == {"limit": 2.0}
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -191,6 +191,14 @@ class TestStore:
         with pytest.raises(ConfigError, match=r"is none now"):
             point.check_newest()
 
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.5, None])
+    def test_a_checkpoint_is_the_newest_whatever_its_metric(
+        self, value: float | None, tmp_path: Path
+    ) -> None:
+        """As where no held-out row of its evaluation could be scored."""
+        write(CheckpointStore(tmp_path), 5, metric="evaluation/accuracy", value=value)
+        ResumePoint.find(tmp_path).check_newest()
+
     def test_a_run_without_a_checkpoint_says_so(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"no complete checkpoint .* checkpoint.every"):
             ResumePoint.find(tmp_path)

@@ -14,13 +14,14 @@ from pydantic import BaseModel
 
 from controller.config.config import Config, load
 from controller.config.data import SourceTable
+from controller.config.rollout import EnvironmentTable
 from rlhf.errors import ConfigError
 from rlhf.roles import BUILT_IN
 from rlhf.v1 import common_pb2
 from settings.actor import ActorTable, LoraTable
 from settings.engines import ZeroTable
 from settings.services import service_of, table_type
-from settings.strict import read_tables
+from settings.strict import read_tables, validate
 
 ROOT = Path(__file__).parent.parent.parent
 SHIPPED = sorted((ROOT / "deploy").rglob("*.toml"))
@@ -70,6 +71,14 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
         ("rollout=3", r"rollout: must be a table \(given: 3\)"),
         ("rollout.stop='END'", r"rollout\.stop: must be a list \(given: 'END'\)"),
         ("rollout.temperature=inf", r"rollout\.temperature: must be finite"),
+        (
+            "rollout.environment.options={limits=[1,inf]}",
+            r"rollout\.environment\.options: must be finite \(given: \{'limits': \[1, inf\]\}\)",
+        ),
+        (
+            "rollout.environment.options={a={day=2026-01-01}}",
+            r"rollout\.environment\.options: a date or time has to be a text, in quotes \(given: 2026-01-01\)",
+        ),
         (
             "services.actr.ranks=2",
             r"services\.actr: unknown service; did you mean 'actor'\? There are: actor, critic, reference, reward$",
@@ -345,6 +354,12 @@ def test_a_mini_batch_divides_over_the_data_ranks_of_a_mesh_and_not_over_all_its
     config = load(QUICKSTART, ("algorithm.mini_batch_size=128", *(f"services.actor.{key}" for key in actor)))
     assert config.algorithm.mini_batch_size % config.services["actor"].ranks
     assert config.services["actor"].data_ranks == 2  # type: ignore[union-attr]
+
+
+def test_an_option_of_a_python_program_without_a_value_is_refused() -> None:
+    tables = {"factory": "mine:Own", "options": {"limits": [1, None]}}
+    with pytest.raises(ConfigError, match="options: None cannot be written to a config: leave the key out"):
+        validate(EnvironmentTable, tables, "given as tables")
 
 
 def test_a_path_may_be_a_text() -> None:

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 
 from controller.config.rollout import EnvironmentTable
+from controller.role_groups.futures import on_thread, results
 from controller.training import environment
 from controller.training.environment import EnvironmentCaller, Episode, environment_factory
 from rlhf.errors import ConfigError, DeadlineExceeded
@@ -240,6 +242,45 @@ def test_at_most_as_many_calls_as_allowed_run_at_a_time(make: Make) -> None:
     caller.make(episodes)
     caller.step(episodes, ["a"] * 10)
     assert most == [3]
+
+
+def test_an_evaluation_beside_a_step_calls_no_more_environments_at_a_time(make: Make) -> None:
+    running, most = [0], [0]
+
+    class Counted(Echo):
+        async def step(self, response: str) -> str | None:  # type: ignore[override]
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            await asyncio.sleep(0.01)
+            running[0] -= 1
+            return super().step(response)
+
+    caller, both = make(Counted, concurrency=3), [[Episode(ROW) for _ in range(10)] for _ in range(2)]
+    for episodes in both:
+        caller.make(episodes)
+    results([on_thread(partial(caller.step, episodes, ["a"] * 10), "step") for episodes in both], 10)
+    assert most == [3]
+    assert not any(episode.error for episodes in both for episode in episodes)
+
+
+def test_calls_that_come_first_may_take_their_time_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "LATE_S", 0.0)
+    begun = threading.Event()
+
+    class Slow(Echo):
+        async def step(self, response: str) -> str | None:  # type: ignore[override]
+            begun.set()
+            await asyncio.sleep(0.15)
+            return super().step(response)
+
+    caller, first, second = make(Slow, timeout_s=0.2, concurrency=1), *([Episode(ROW)] for _ in range(2))
+    first = [*first, *(Episode(ROW) for _ in range(3))]
+    for episodes in (first, second):
+        caller.make(episodes)
+    slow = on_thread(partial(caller.step, first, ["a"] * 4), "step")
+    assert begun.wait(10)
+    assert caller.step(second, ["b"]) == ["1+1=23 ['b']"]
+    results([slow], 10)
 
 
 @pytest.mark.parametrize("answer", [7, b"text", [], ["text"], [{"role": "tool"}]])

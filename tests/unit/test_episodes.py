@@ -115,11 +115,14 @@ def config(model: Path | None = None, **environment: Any) -> Config:
 
 
 def play(
-    policy: Callable[[FutureBatch], FutureBatch], given: Config | None = None, **columns: list[str]
+    policy: Callable[[FutureBatch], FutureBatch],
+    given: Config | None = None,
+    started_unix_s: float | None = None,
+    **columns: list[str],
 ) -> FutureBatch:
     rows = {"prompt": PROMPTS, "ground_truth": [""] * 3, "metadata": ['{"level": 1}'] * 3, **columns}
     with ExitStack() as opened:
-        player = EpisodePlayer.of(given or config(), opened)
+        player = EpisodePlayer.of(given or config(), opened, started_unix_s)
         assert player is not None
         return player.play(FutureBatch.of(**rows), policy)
 
@@ -243,6 +246,14 @@ def test_later_turns_have_the_options_of_the_chat_template(tmp_path: Path) -> No
     policy = Policy(a=["message", "stop"], b=["stop"], c=["stop"])
     play(policy, given.model_copy(update={"data": data}))
     assert policy.observed[0][0].endswith("<|im_start|>assistant\n<think>")
+
+
+def test_later_turns_have_the_date_of_the_start_of_the_run(tmp_path: Path) -> None:
+    """As prompts have, so that a run that is resumed on another day continues episodes as before."""
+    template = CHATML.replace("{{ m.content }}", "{{ strftime_now('%Y-%m-%d') }} {{ m.content }}")
+    policy = Policy(a=["message", "stop"], b=["stop"], c=["stop"])
+    play(policy, config(model_directory(tmp_path, template)), started_unix_s=86_400.0)
+    assert "<|im_start|>tool\n1970-01-02 found<|im_end|>" in policy.observed[0][0]
 
 
 def test_messages_may_contain_the_text_that_stands_for_a_response(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
+from unit.simulated_run import simulate
 
 from controller import evaluate as evaluating
 from controller import job
@@ -23,8 +24,10 @@ from controller.config.config import Config, load
 from controller.evaluate import evaluate
 from controller.plan import Plan
 from controller.role_groups.dataflow import FutureBatch
+from controller.training.evaluation import Evaluation, Measured
 from controller.training.pass_at_k import pass_at_k, sampled_evaluation
 from controller.training.policy_evaluation import SCORES, PolicyEvaluation, is_share
+from controller.training.run import Run
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
 
@@ -99,6 +102,23 @@ def test_responses_that_were_not_scored_are_not_wrong() -> None:
         "pass_at_4": 1.0,
         "sampled_rows_dropped": 3.0,
     }
+
+
+def test_numbers_of_any_type_are_those_of_a_run_that_is_resumed(tmp_path: Path) -> None:
+    def measured(run: Run) -> None:
+        def measure(heldout: FutureBatch) -> Measured:
+            made = run.actor().generate_sequences(heldout, greedy=True)
+            return {"tokens": run.lengths(made).astype(np.float32)}, [made]
+
+        for step in run.steps(Evaluation(measure, lambda values: {"tokens": values["tokens"].mean() / 10})):
+            step.finish(step.prompts | run.actor().generate_sequences(step.prompts))
+
+    table = ("run.steps=2", "run.evaluate_every=1")
+    whole = simulate(tmp_path, "grpo", *table, algorithm=measured)
+    rest = simulate(tmp_path, "grpo", *table, algorithm=measured, resumed=whole.saver.saved[1])
+    histories = [run.saver.saved[2][0]["evaluations"] for run in (whole, rest)]
+    assert histories[0] == histories[1]
+    assert {type(found["tokens"]) for found in histories[0]} == {float}
 
 
 def config_of(algorithm: str, directory: Path) -> Config:

@@ -11,6 +11,7 @@ from unit.test_checkpoints import write
 from controller.checkpoints.store import CheckpointStore
 from controller.config.checkpoint import CheckpointTable
 from controller.restarts import Restarts, how_to_resume
+from controller.role_groups.replacement import LostAgain
 from rlhf.errors import (
     ConfigError,
     CorruptWeights,
@@ -51,7 +52,7 @@ def test_only_services_that_are_launched_are_restarted_for_corrupt_weights(
     assert bool(line) == (launches or kind is not CorruptWeights)
 
 
-@pytest.mark.parametrize("kind", [RlhfError, ConfigError, RewardFailed])
+@pytest.mark.parametrize("kind", [RlhfError, ConfigError, RewardFailed, LostAgain])
 def test_an_error_that_would_come_again_is_no_reason(kind: type[RlhfError], tmp_path: Path) -> None:
     write(CheckpointStore(tmp_path), 3)
     assert not Restarts(1, launches=True).next(kind("it"), tmp_path)
