@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from controller.config.config import Config
 from controller.config.data import SourceTable
 from controller.data.chat import Chat
 from controller.data.malformed import MalformedRow, check_field, check_text
-from controller.data.prompt_form import PromptForm, Render, no_template
+from controller.data.prompt_form import NoTokenizer, PromptForm, Render, no_template
 from controller.data.prompt_source import Prompt, PromptSource
 from controller.data.readers import RowReader, open_rows
 from controller.data.splits import split_off
@@ -154,7 +155,7 @@ def load_data(
     """
     table = config.data
     options = table.chat_options
-    render = Chat(config.tokenizer, started_unix_s, options).render if config.tokenizer else no_template
+    render = _renderer(config, started_unix_s)
     train, heldout = [], []
     for number, source in enumerate(table.all_sources):
         prefix = f"data.sources.{number}." if table.sources else "data."
@@ -174,6 +175,24 @@ def load_data(
             "true makes texts ones"
         )
     return PromptData(train), PromptData(heldout)
+
+
+def _renderer(config: Config, started_unix_s: float | None) -> Render:
+    """Returns the function that renders conversations; it raises NoTokenizer where the configured directory does not
+    exist."""
+    directory = config.tokenizer
+    if directory is None:
+        return no_template
+    if directory.is_dir():
+        return Chat(directory, started_unix_s, config.data.chat_options).render
+
+    def no_tokenizer(messages: Any) -> str:
+        raise NoTokenizer(
+            f"{config.tokenizer_key}: there is no directory {directory}, whose chat template would render the prompts"
+            + ("" if directory.is_absolute() else f" (relative to the working directory {Path.cwd()})")
+        )
+
+    return no_tokenizer
 
 
 def _prompt_source(
