@@ -23,6 +23,7 @@ from controller.plan import Plan
 from controller.quickstart import build_quickstart, load_quickstart
 from controller.tracking.report import write_report
 from controller.training.algorithm import Algorithm
+from controller.training.environment import environment_factory
 from reports.units import figure_text, percent_text
 from rlhf.addresses import is_loopback
 from rlhf.errors import ConfigError
@@ -277,7 +278,8 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
     model later. Warns of a model that this host does not have, of a service here that must already be running.
 
     Raises:
-        ConfigError: The configuration, a model or the data cannot be used; the same errors that `run` raises.
+        ConfigError: The configuration, a model, the data or the environment cannot be used; the same errors that `run`
+            raises.
     """
     if has_data:
         plan = Plan.of(algorithm, config)
@@ -288,6 +290,7 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
     else:
         config = algorithm.configure(config)
         check_models(config)
+    environment_factory(config.rollout.environment)
     check_listening(config)
     missing = missing_models(config) if has_data else {}
     for name, table in config.services.items():
