@@ -11,7 +11,7 @@ import numpy as np
 
 from controller.config.config import Config
 from controller.config.data import SourceTable
-from controller.data.chat import Chat
+from controller.data.chat import TOKENIZER_CONFIG, Chat
 from controller.data.malformed import MalformedRow, check_field, check_text
 from controller.data.prompt_form import NoTokenizer, PromptForm, Render, no_template
 from controller.data.prompt_source import Prompt, PromptSource
@@ -179,17 +179,23 @@ def load_data(
 
 def _renderer(config: Config, started_unix_s: float | None) -> Render:
     """Returns the function that renders conversations; it raises NoTokenizer where the configured directory does not
-    exist."""
+    exist, or describes no tokenizer."""
     directory = config.tokenizer
     if directory is None:
         return no_template
-    if directory.is_dir():
+    if (directory / TOKENIZER_CONFIG).is_file():
         return Chat(directory, started_unix_s, config.data.chat_options).render
 
     def no_tokenizer(messages: Any) -> str:
+        exists = directory.is_dir()
+        lack = (
+            f"directory {directory} has no {TOKENIZER_CONFIG}"
+            if exists
+            else f"there is no directory {directory}"
+        )
+        where = "" if directory.is_absolute() else f" (relative to the working directory {Path.cwd()})"
         raise NoTokenizer(
-            f"{config.tokenizer_key}: there is no directory {directory}, whose chat template would render the prompts"
-            + ("" if directory.is_absolute() else f" (relative to the working directory {Path.cwd()})")
+            f"{config.tokenizer_key}: {lack}{where}, and prompts are rendered by its chat template"
         )
 
     return no_tokenizer

@@ -127,6 +127,13 @@ def test_a_directory_without_files_of_a_tokenizer_has_none(tmp_path: Path, famil
         load_tokenizer(tmp_path)
 
 
+def test_a_description_of_special_tokens_alone_is_no_tokenizer(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(tiny_llama_dir / name, tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path} has no files of a tokenizer, such as tokenizer.json"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_tokenizer_with_more_ids_than_embeddings_does_not_match(
     tiny_llama_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast
 ):
