@@ -23,9 +23,11 @@ Messages = Sequence[Mapping[str, Any]]
 SAID = "<<response>>"
 """Stands for a response where the text after it is rendered."""
 TEMPLATE, TOKENIZER, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"
+TOOL_USE, TOOL_TEMPLATE = "tool_use", "additional_chat_templates/tool_use.jinja"
+"""Name and file of a model's second template, for conversations with tools."""
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 """File that sets special tokens where `TOKENIZER_CONFIG` is of a transformers before 4.34."""
-FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, TEMPLATE)
+FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, TEMPLATE, TOOL_TEMPLATE)
 """All files of a model directory that prompts depend on."""
 
 
@@ -38,7 +40,8 @@ class Chat:
             format also special_tokens_map.json.
         now_unix_s: Unix time in seconds that the template function `strftime_now` formats, in UTC: the start of the
             run, so that a run that is continued on another day has the same prompts. Default: now.
-        options: Further variables of the template by name, such as enable_thinking. Default: none.
+        options: Further variables of the template by name, such as enable_thinking. With `tools`, a model that has a
+            template `tool_use` renders by that one, as in transformers. Default: none.
     """
 
     def __init__(
@@ -147,12 +150,15 @@ class Chat:
         return _compile(self._template_text(), self._now)
 
     def _template_text(self) -> str:
-        file = self._directory / TEMPLATE
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
+        has_tools = self._options.get("tools") is not None
+        for name in (TOOL_TEMPLATE, TEMPLATE) if has_tools else (TEMPLATE,):
+            file = self._directory / name
+            if file.is_file():
+                return file.read_text(encoding="utf-8")
         given = self._config.get("chat_template")
         if isinstance(given, list):
-            given = {entry["name"]: entry["template"] for entry in given}.get("default")
+            named = {entry["name"]: entry["template"] for entry in given}
+            given = named.get(TOOL_USE if has_tools and TOOL_USE in named else "default")
         if not given:
             raise NoTemplate(
                 f"{self._directory} has no chat template (chat_template.jinja, or chat_template in "
