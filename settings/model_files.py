@@ -18,10 +18,9 @@ _OF_SPECIAL_TOKENS = {"tokenizer_config.json", "special_tokens_map.json", "added
 """Names of those that describe its special tokens alone."""
 
 
-def has_tokenizer_files(directory: Path) -> bool:
-    """Returns whether a directory has a file with the vocabulary of a tokenizer."""
-    found = (path.name for pattern in TOKENIZER_FILES for path in directory.glob(pattern))
-    return any(name not in _OF_SPECIAL_TOKENS for name in found)
+def has_vocabulary(directory: Path) -> bool:
+    """Returns whether a directory has a file with the vocabulary of a tokenizer. Tokenizers of bytes have none."""
+    return any(name not in _OF_SPECIAL_TOKENS for name in _tokenizer_files(directory))
 
 
 def model_problem(directory: Path, *, has_weights: bool) -> str:
@@ -38,9 +37,13 @@ def model_problem(directory: Path, *, has_weights: bool) -> str:
         return f"{directory / 'config.json'} cannot be read: {error}"
     if not is_table:
         return f"{directory / 'config.json'} is no JSON object"
-    if not has_tokenizer_files(directory):
+    if not any(_tokenizer_files(directory)):
         return f"directory {directory} has no files of a tokenizer, such as tokenizer.json"
     return next(_faults_of_weights(directory), "") if has_weights else ""
+
+
+def _tokenizer_files(directory: Path) -> Iterator[str]:
+    return (path.name for pattern in TOKENIZER_FILES for path in directory.glob(pattern))
 
 
 def _faults_of_weights(directory: Path) -> Iterator[str]:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from services.models.directory import first_line, require_model_directory
 from services.models.value_model import ValueModel, transformer_of
-from settings.model_files import has_tokenizer_files
+from settings.model_files import has_vocabulary
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -25,7 +25,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
-        if not has_tokenizer_files(directory):
+        if not has_vocabulary(directory):
             raise ValueError(_no_files(directory)) from error
         raise ValueError(f"{directory} has no tokenizer that can be loaded: {first_line(error)}") from error
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):

@@ -51,7 +51,10 @@ def test_a_package_that_is_missing_is_named_with_the_key_that_asks_for_it(
     ("changes", "expected"),
     [
         ({"config.json": "{"}, r"config\.json cannot be read: Expecting"),
-        ({"tokenizer.json": None}, r"model has no files of a tokenizer, such as tokenizer\.json"),
+        (
+            {"tokenizer.json": None, "tokenizer_config.json": None},
+            r"model has no files of a tokenizer, such as tokenizer\.json",
+        ),
         ({"model.safetensors": None}, r"model has no weights as \*\.safetensors$"),
         (
             {"model.safetensors": None, "pytorch_model.bin": ""},
