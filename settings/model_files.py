@@ -54,9 +54,14 @@ def _faults_of_weights(directory: Path) -> Iterator[str]:
         advice = f"; {other} is not read: load it with transformers, and save it with save_pretrained"
         yield f"directory {directory} has no weights as *.safetensors{advice if other else ''}"
     for path in found:
-        with path.open("rb") as file:
-            if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                yield f"{path} is a pointer of Git LFS in place of the weights, which `git lfs pull` downloads"
+        try:
+            with path.open("rb") as file:
+                is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+        except OSError as error:
+            yield f"{path} cannot be read: {error.strerror}"
+            continue
+        if is_pointer:
+            yield f"{path} is a pointer of Git LFS in place of the weights, which `git lfs pull` downloads"
     missing = _named_by_index(directory) - {path.name for path in found}
     if missing:
         yield f"directory {directory} has no {min(missing)}, which {INDEX} names"

@@ -96,6 +96,15 @@ def test_files_that_a_model_directory_lacks_are_told(
     preflight.check_model_files("critic", table)
 
 
+def test_a_link_of_the_hubs_cache_to_weights_that_are_gone_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob")
+    table = load(QUICKSTART, (f"services.critic.model='{tmp_path}'",)).services["critic"]
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read: No such file"):
+        preflight.check_model_files("critic", table)
+
+
 @pytest.mark.parametrize(
     ("host", "shown"), [("127.0.0.1", "address"), ("[::1]", "address"), ("[::]", "bind_host")]
 )
