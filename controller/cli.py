@@ -14,6 +14,7 @@ from controller import algorithms
 from controller.checkpoints.termination import Termination
 from controller.config.config import Config, load
 from controller.config.devices import ranks_line
+from controller.data.endings import messages_without_end
 from controller.epochs import steps_of_epochs
 from controller.evaluate import evaluate
 from controller.export import export
@@ -287,6 +288,8 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
         click.echo(f"data: {len(train)} train and {len(heldout)} held-out rows", err=True)
         if line := steps_of_epochs(config, len(train)):
             click.echo(line, err=True)
+        for line in () if algorithm.columns else messages_without_end(config, plan.data):
+            click.echo(f"warning: {line}", err=True)
     else:
         config = algorithm.configure(config)
         check_models(config)

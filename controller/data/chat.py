@@ -87,6 +87,32 @@ class Chat:
             )
         return rest
 
+    def end_of_message(self) -> str:
+        """Returns the special token with which the template ends a message of the assistant; empty where it ends it
+        without one.
+
+        Raises:
+            ConfigError: The model has no chat template or tokenizer, or the template cannot render a conversation of
+                two messages.
+        """
+        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
+        end = self._rendered(begun, is_open=False).partition(SAID)[2]
+        special = [
+            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
+        ]
+        places = [(end.index(token), token) for token in special if token in end]
+        return min(places)[1] if places else ""
+
+    @property
+    def eos_token(self) -> str:
+        """EOS token of the tokenizer; empty where it has none. Reading it raises ConfigError where its files cannot be
+        read."""
+        return self._special.get("eos_token", "")
+
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token; None where the tokenizer does not have it. Raises ConfigError as `count`."""
+        return self._tokenizer.token_to_id(token)
+
     def _rendered(self, messages: Messages, *, is_open: bool = True) -> str:
         template = self._template
         variables = {"tools": None, "documents": None, **self._special, **self._options}

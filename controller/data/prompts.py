@@ -62,6 +62,11 @@ class PromptData:
         source = self._source_of(row)
         return self._sources[source][int(row) - self._first[source]]
 
+    @property
+    def has_conversations(self) -> bool:
+        """Whether a row has a prompt that is a conversation; known once the sources are checked."""
+        return any(source.has_conversations for source in self._sources)
+
     def where(self, row: int) -> str:
         """Returns the place of a row for messages: file and line, or data set and row number."""
         source = self._source_of(row)
