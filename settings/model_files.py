@@ -1,4 +1,4 @@
-"""What the files of a model directory on this host tell before anything loads them, without torch or transformers."""
+"""Checks of the files of a model directory on this host before anything loads them, without torch or transformers."""
 
 from __future__ import annotations
 
