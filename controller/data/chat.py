@@ -87,9 +87,9 @@ class Chat:
             )
         return rest
 
-    def end_of_message(self) -> str:
-        """Returns the special token with which the template ends a message of the assistant; empty where it ends it
-        without one.
+    def ends_of_message(self) -> list[str]:
+        """Returns the special tokens that the template puts after the content of a message of the assistant, in their
+        order; none where it ends the message without one.
 
         Raises:
             ConfigError: The model has no chat template or tokenizer, or the template cannot render a conversation of
@@ -100,8 +100,7 @@ class Chat:
         special = [
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
         ]
-        places = [(end.index(token), token) for token in special if token in end]
-        return min(places)[1] if places else ""
+        return sorted((token for token in special if token in end), key=end.index)
 
     @property
     def eos_token(self) -> str:

@@ -18,7 +18,7 @@ GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
 
 def messages_without_end(config: Config, data: tuple[PromptData, PromptData]) -> Iterator[str]:
     """Yields a line for each service that generates responses to conversations with a model among whose EOS tokens is
-    not the token with which the chat template ends a message of the assistant, so that responses go on after it. A
+    none of the special tokens with which the chat template ends a message of the assistant, so that responses go on. A
     model whose files this host cannot read passes, and so does a template that ends messages without a special token.
 
     Args:
@@ -34,14 +34,15 @@ def messages_without_end(config: Config, data: tuple[PromptData, PromptData]) ->
         directory = table.model_directory
         own = chat if directory == config.tokenizer else Chat(directory)
         try:
-            end = chat.end_of_message()
-            number, known = own.token_id(end), {*configured_eos_ids(directory), own.token_id(own.eos_token)}
+            ends = {token: own.token_id(token) for token in chat.ends_of_message()}
+            known = {*configured_eos_ids(directory), own.token_id(own.eos_token)} - {None}
         except ConfigError:
             continue
-        # A model without any is told by `responses_without_end`.
-        if number is not None and known != {None} and number not in known:
+        # A model without any EOS token is told by `responses_without_end`.
+        if ends and None not in ends.values() and known and known.isdisjoint(ends.values()):
+            token, number = next(iter(ends.items()))
             yield (
-                f"services.{name}.model: the chat template ends a message of the assistant with {end!r}, which is no "
+                f"services.{name}.model: the chat template ends a message of the assistant with {token!r}, which is no "
                 f"EOS token of the model, so responses go on after it; add its id, {number}, to eos_token_id in "
                 f"{directory / GENERATION_CONFIG}"
             )

@@ -57,9 +57,10 @@ def lines(given: dict[str, Any]) -> list[str]:
         (EOS, {}),
         (UNK, {"generation_config": {"eos_token_id": [3, 26]}}),
         (UNK, {"config": {"eos_token_id": 26}}),
+        (UNK + EOS, {}),
         ("[end]", {}),
     ],
-    ids=["the tokenizer's", "one of several", "the model's", "no special token"],
+    ids=["the tokenizer's", "one of several", "the model's", "the second of two", "no special token"],
 )
 def test_a_message_that_ends_with_an_eos_token_is_not_told(
     end: str, configs: dict[str, Any], tmp_path: Path
