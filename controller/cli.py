@@ -14,6 +14,7 @@ from controller import algorithms
 from controller.checkpoints.termination import Termination
 from controller.config.config import Config, load
 from controller.config.devices import ranks_line
+from controller.data.endings import messages_without_end
 from controller.epochs import steps_of_epochs
 from controller.evaluate import evaluate
 from controller.export import export
@@ -23,6 +24,7 @@ from controller.plan import Plan
 from controller.quickstart import build_quickstart, load_quickstart
 from controller.tracking.report import write_report
 from controller.training.algorithm import Algorithm
+from controller.training.environment import environment_factory
 from reports.units import figure_text, percent_text
 from rlhf.addresses import is_loopback
 from rlhf.errors import ConfigError
@@ -277,7 +279,8 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
     model later. Warns of a model that this host does not have, of a service here that must already be running.
 
     Raises:
-        ConfigError: The configuration, a model or the data cannot be used; the same errors that `run` raises.
+        ConfigError: The configuration, a model, the data or the environment cannot be used; the same errors that `run`
+            raises.
     """
     if has_data:
         plan = Plan.of(algorithm, config)
@@ -285,9 +288,12 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
         click.echo(f"data: {len(train)} train and {len(heldout)} held-out rows", err=True)
         if line := steps_of_epochs(config, len(train)):
             click.echo(line, err=True)
+        for line in () if algorithm.columns else messages_without_end(config, plan.data):
+            click.echo(f"warning: {line}", err=True)
     else:
         config = algorithm.configure(config)
         check_models(config)
+    environment_factory(config.rollout.environment)
     check_listening(config)
     missing = missing_models(config) if has_data else {}
     for name, table in config.services.items():

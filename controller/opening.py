@@ -19,6 +19,7 @@ from controller.checkpoints.termination import Termination
 from controller.config.config import Config
 from controller.config.run import RunTable
 from controller.data.draws import Limit, longest_prompt
+from controller.data.endings import messages_without_end
 from controller.data.length_lines import prompts_left_out, responses_cut, responses_without_end
 from controller.epochs import steps_of_epochs
 from controller.foresight import arena_warnings
@@ -306,6 +307,7 @@ def _data_lines(plan: Plan, config: Config, limit: Limit | None, cluster: Cluste
         prompts_left_out(plan.data, limit),
         responses_cut(config, plan.data, plan.algorithm.columns),
         *responses_without_end(config, plan.algorithm.columns, cluster.descriptions),
+        *(() if plan.algorithm.columns else messages_without_end(config, plan.data)),
     )
     return [line for line in lines if line]
 

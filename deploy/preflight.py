@@ -17,12 +17,16 @@ from controller.config.config import Config
 from deploy.ending import never, probe_when_free
 from rlhf import addresses
 from rlhf.errors import ConfigError
+from settings.engines import TRAINING_ENGINES
 from settings.fit import check_model_fits
-from settings.hub import DESCRIPTION, directory_problem, fetch
+from settings.hub import DESCRIPTION, directory_problem, fetch, hub_model
 from settings.memory.vllm_cache import check_vllm_cache
+from settings.model import LoadedModelTable, ModelTable
+from settings.model_files import model_problem
 from settings.reward import RewardTable
 from settings.services import Service
 from settings.transports import check_transport
+from settings.values import ValuesTable
 
 FIND_FUNCTION = """
 import json, os, sys
@@ -63,9 +67,9 @@ def check(
 
     Raises:
         ConfigError: torch or another package that they need is not installed, the environment lacks a header of a
-            reward's endpoint, a model directory does not exist, a model does not divide over its mesh or has no room
-            for a prompt beside a response, or vLLM's KV cache none for a row, a transport is unknown, an address
-            cannot be served, is that of another service or is open to other hosts in plaintext, or a file of
+            reward's endpoint, a model directory does not exist or lacks files, a model does not divide over its mesh or
+            has no room for a prompt beside a response, or vLLM's KV cache none for a row, a transport is unknown, an
+            address cannot be served, is that of another service or is open to other hosts in plaintext, or a file of
             `[security]` cannot be read.
     """
     for name in names:
@@ -79,6 +83,8 @@ def check(
     for name in names:
         check_model_fits(name, config.services[name], config.rollout.max_response_tokens)
         check_vllm_cache(name, config.services[name], config.row_tokens)
+    for name in names:
+        check_model_files(name, config.services[name])
     for name in names:
         check_transports(name, config.services[name])
     first_here = {name: config.services[name] for name in names if name not in elsewhere}
@@ -138,6 +144,28 @@ def check_model(name: str, table: Service) -> None:
     model = fetch(table.model_directory, f"services.{name}.model", table.startup_timeout_s, DESCRIPTION)
     if problem := directory_problem(model):
         raise ConfigError(f"services.{name}.model: {problem}")
+
+
+def check_model_files(name: str, table: Service) -> None:
+    """Raises ConfigError where the model directory of a service lacks files that it loads; see `model_problem`. The
+    weights of a model on the hub, which the service downloads, are not looked for."""
+    if table.model_directory is None or not isinstance(table, LoadedModelTable | RewardTable):
+        return
+    if problem := model_problem(table.model_directory, has_weights=_reads_weights(table)):
+        raise ConfigError(f"services.{name}.model: {problem}")
+
+
+def _reads_weights(table: Service) -> bool:
+    """Whether a service of this package loads weights from a model directory that is not on the hub. Engines of other
+    packages may read other formats."""
+    if isinstance(table, RewardTable):
+        return table.model is not None and hub_model(table.model) is None
+    return (
+        isinstance(table, ModelTable)
+        and not isinstance(table, ValuesTable)
+        and table.engine in TRAINING_ENGINES
+        and hub_model(table.model) is None
+    )
 
 
 def check_function(name: str, table: Service) -> None:
@@ -235,7 +263,7 @@ def _is_installed(package: str) -> bool:
 
 def _why(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return "is in use; a run uses services that run already without --launch, and rlhf-deploy status shows them"
+        return "is in use; a run uses services that run already without --launch, one of yours with external = true"
     if error.errno == errno.EADDRNOTAVAIL:
         return "is not an address of this host; start the services of this host with --host or --only"
     return f"cannot be served: {error.strerror}"

@@ -11,12 +11,14 @@ from typing import Literal
 
 import numpy as np
 
+from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import SCHEDULE, algorithm
 from controller.training.evaluation import Evaluation, Measured
 from controller.training.run import Run
 from nccl_transfer.refs.batch import LocalColumn
-from rlhf.errors import InvalidRequest
+from rlhf.errors import ConfigError, InvalidRequest
+from settings.reward import RewardTable
 from settings.strict import Strict
 
 Z_95 = 1.959964
@@ -32,6 +34,18 @@ class RewardModelOptions(Strict):
     chosen_unsafe and rejected_unsafe, true or false, in every row."""
 
 
+def check(config: Config, options: RewardModelOptions) -> None:
+    """Raises ConfigError where the service reward has no model that learns. One that is external passes, whose server
+    says itself whether it can be trained."""
+    table = config.services["reward"]
+    assert isinstance(table, RewardTable), "the algorithm declares its role"
+    if not (table.external or (table.kind == "model" and table.keeps_state)):
+        raise ConfigError(
+            'services.reward: reward_model trains this service, which needs kind = "model" and an optimizer, for '
+            "example optimizer.learning_rate = 1e-5"
+        )
+
+
 @algorithm(
     services=("reward",),
     options=RewardModelOptions,
@@ -39,6 +53,7 @@ class RewardModelOptions(Strict):
     trains="reward",
     quickstart="pairs",
     reads=SCHEDULE,
+    check=check,
 )
 def reward_model(run: Run, options: RewardModelOptions) -> None:
     """Trains a reward or cost model. Needs a service reward of kind model with an optimizer, and rows with prompt,

@@ -100,6 +100,14 @@ class ResumePoint:
                     raise ConfigError(
                         f"{directory} was removed while it was read, by a run that keeps newer checkpoints alone"
                     ) from None
+        if (directory / "config.json").is_file():
+            raise ConfigError(f"{directory} is a model directory, and no checkpoint (RUN/checkpoints/step-N)")
+        own = CheckpointStore(directory)
+        if commits := own.commits():
+            newest = own.place(commits[-1].step)
+            raise ConfigError(
+                f"{directory} is a run; name one of its checkpoints, of which the newest is {newest}"
+            )
         raise ConfigError(
             f"{directory} is neither a complete checkpoint (RUN/checkpoints/step-N) nor a model directory"
         )

@@ -73,9 +73,20 @@ class Config(Strict):
     def tokenizer(self) -> Path | None:
         """Directory of the tokenizer that the controller reads: `data.tokenizer`, or the model of the actor, or of
         the first service with one; None where there is none."""
-        tables = sorted(self.services.values(), key=lambda table: table.role != "actor")
-        models = (table.model_directory for table in tables)
-        return self.data.tokenizer or next((model for model in models if model), None)
+        return self._tokenizer[1]
+
+    @property
+    def tokenizer_key(self) -> str:
+        """Config key that names `tokenizer`, for messages."""
+        return self._tokenizer[0]
+
+    @property
+    def _tokenizer(self) -> tuple[str, Path | None]:
+        if self.data.tokenizer:
+            return "data.tokenizer", self.data.tokenizer
+        names = sorted(self.services, key=lambda name: self.services[name].role != "actor")
+        models = ((f"services.{name}.model", self.services[name].model_directory) for name in names)
+        return next(((key, model) for key, model in models if model), ("data.tokenizer", None))
 
     @property
     def also_served(self) -> dict[str, str]:

@@ -23,9 +23,11 @@ Messages = Sequence[Mapping[str, Any]]
 SAID = "<<response>>"
 """Stands for a response where the text after it is rendered."""
 TEMPLATE, TOKENIZER, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"
+TOOL_USE, TOOL_TEMPLATE = "tool_use", "additional_chat_templates/tool_use.jinja"
+"""Name and file of a model's second template, for conversations with tools."""
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 """File that sets special tokens where `TOKENIZER_CONFIG` is of a transformers before 4.34."""
-FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, TEMPLATE)
+FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, TEMPLATE, TOOL_TEMPLATE)
 """All files of a model directory that prompts depend on."""
 
 
@@ -38,7 +40,8 @@ class Chat:
             format also special_tokens_map.json.
         now_unix_s: Unix time in seconds that the template function `strftime_now` formats, in UTC: the start of the
             run, so that a run that is continued on another day has the same prompts. Default: now.
-        options: Further variables of the template by name, such as enable_thinking. Default: none.
+        options: Further variables of the template by name, such as enable_thinking. With `tools`, a model that has a
+            template `tool_use` renders by that one, as in transformers. Default: none.
     """
 
     def __init__(
@@ -83,6 +86,31 @@ class Chat:
                 "others follow it, so that a response cannot be continued; have the environment return a text instead"
             )
         return rest
+
+    def ends_of_message(self) -> list[str]:
+        """Returns the special tokens that the template puts after the content of a message of the assistant, in their
+        order; none where it ends the message without one.
+
+        Raises:
+            ConfigError: The model has no chat template or tokenizer, or the template cannot render a conversation of
+                two messages.
+        """
+        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
+        end = self._rendered(begun, is_open=False).partition(SAID)[2]
+        special = [
+            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
+        ]
+        return sorted((token for token in special if token in end), key=end.index)
+
+    @property
+    def eos_token(self) -> str:
+        """EOS token of the tokenizer; empty where it has none. Reading it raises ConfigError where its files cannot be
+        read."""
+        return self._special.get("eos_token", "")
+
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token; None where the tokenizer does not have it. Raises ConfigError as `count`."""
+        return self._tokenizer.token_to_id(token)
 
     def _rendered(self, messages: Messages, *, is_open: bool = True) -> str:
         template = self._template
@@ -147,12 +175,15 @@ class Chat:
         return _compile(self._template_text(), self._now)
 
     def _template_text(self) -> str:
-        file = self._directory / TEMPLATE
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
+        has_tools = self._options.get("tools") is not None
+        for name in (TOOL_TEMPLATE, TEMPLATE) if has_tools else (TEMPLATE,):
+            file = self._directory / name
+            if file.is_file():
+                return file.read_text(encoding="utf-8")
         given = self._config.get("chat_template")
         if isinstance(given, list):
-            given = {entry["name"]: entry["template"] for entry in given}.get("default")
+            named = {entry["name"]: entry["template"] for entry in given}
+            given = named.get(TOOL_USE if has_tools and TOOL_USE in named else "default")
         if not given:
             raise NoTemplate(
                 f"{self._directory} has no chat template (chat_template.jinja, or chat_template in "

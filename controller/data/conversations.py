@@ -74,8 +74,8 @@ def _shared_prompt(split: dict[str, tuple[Sequence[Any], str]]) -> list[Any]:
     prompts = [list(earlier) for earlier, _ in split.values()]
     if not all(prompts):
         raise MalformedRow(
-            f"no field prompt, and no conversations in {names} that begin with it (a text, or one "
-            "message alone, is a response without its prompt)"
+            f"no field prompt, and no conversations in {names} that begin with it (a text, or one message alone, is a "
+            "response without its prompt; a dialogue that is one text has to be divided first, see docs/data.md)"
         )
     if any(_plain(prompt) != _plain(prompts[0]) for prompt in prompts):
         raise MalformedRow(f"{names} differ before their last messages, and only the last one is trained")

@@ -18,6 +18,10 @@ class NoTemplate(ConfigError):
     """Raised where there is no chat template to render a conversation with."""
 
 
+class NoTokenizer(ConfigError):
+    """Raised where the directory of the model whose chat template renders prompts does not exist."""
+
+
 def no_template(messages: Any) -> str:
     """Raises NoTemplate; stands for the render function where no chat template is configured."""
     raise NoTemplate("there is no chat template: give data.tokenizer, or a service with a model")
@@ -68,11 +72,14 @@ class PromptForm:
 
         Raises:
             MalformedRow: There is no chat template, or it cannot render the conversation.
+            NoTokenizer: The directory of the model that should have it does not exist, whatever the row.
         """
         if isinstance(prepared, str):
             return prepared
         try:
             text = self.render(prepared)
+        except NoTokenizer:
+            raise
         except NoTemplate as error:
             why = "data.chat is true" if isinstance(given, str) else "the prompt is a list of messages"
             raise MalformedRow(f"prompt: {error}; {why}, which needs one") from None

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from controller.config.config import Config
 from controller.config.data import SourceTable
-from controller.data.chat import Chat
+from controller.data.chat import TOKENIZER_CONFIG, Chat
 from controller.data.malformed import MalformedRow, check_field, check_text
-from controller.data.prompt_form import PromptForm, Render, no_template
+from controller.data.prompt_form import NoTokenizer, PromptForm, Render, no_template
 from controller.data.prompt_source import Prompt, PromptSource
 from controller.data.readers import RowReader, open_rows
 from controller.data.splits import split_off
@@ -60,6 +61,11 @@ class PromptData:
         row is malformed or the chat template cannot render it."""
         source = self._source_of(row)
         return self._sources[source][int(row) - self._first[source]]
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether a row has a prompt that is a conversation; known once the sources are checked."""
+        return any(source.has_conversations for source in self._sources)
 
     def where(self, row: int) -> str:
         """Returns the place of a row for messages: file and line, or data set and row number."""
@@ -154,7 +160,7 @@ def load_data(
     """
     table = config.data
     options = table.chat_options
-    render = Chat(config.tokenizer, started_unix_s, options).render if config.tokenizer else no_template
+    render = _renderer(config, started_unix_s)
     train, heldout = [], []
     for number, source in enumerate(table.all_sources):
         prefix = f"data.sources.{number}." if table.sources else "data."
@@ -174,6 +180,30 @@ def load_data(
             "true makes texts ones"
         )
     return PromptData(train), PromptData(heldout)
+
+
+def _renderer(config: Config, started_unix_s: float | None) -> Render:
+    """Returns the function that renders conversations; it raises NoTokenizer where the configured directory does not
+    exist, or describes no tokenizer."""
+    directory = config.tokenizer
+    if directory is None:
+        return no_template
+    if (directory / TOKENIZER_CONFIG).is_file():
+        return Chat(directory, started_unix_s, config.data.chat_options).render
+
+    def no_tokenizer(messages: Any) -> str:
+        exists = directory.is_dir()
+        lack = (
+            f"directory {directory} has no {TOKENIZER_CONFIG}"
+            if exists
+            else f"there is no directory {directory}"
+        )
+        where = "" if directory.is_absolute() else f" (relative to the working directory {Path.cwd()})"
+        raise NoTokenizer(
+            f"{config.tokenizer_key}: {lack}{where}, and prompts are rendered by its chat template"
+        )
+
+    return no_tokenizer
 
 
 def _prompt_source(

@@ -134,7 +134,7 @@ def _load(
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
-        ValueError: the directory cannot be loaded, or a weight is missing that is not in `new`.
+        ValueError: the directory cannot be loaded, a weight has another shape, or one is missing that is not in `new`.
     """
     require_model_directory(directory)
     try:
@@ -148,11 +148,17 @@ def _load(
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # transformers' error has no names
             **options,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         cause = first_line(error)
         raise ValueError(f"{directory} cannot be loaded with {auto_class.__name__}: {cause}") from error
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise ValueError(
+            f"{directory} has a weight {name} of shape {list(found)}, where its config.json expects {list(expected)}"
+        )
     missing = sorted(set(report["missing_keys"]) - new)
     if missing:
         raise ValueError(f"{directory} lacks {len(missing)} weights of its model, the first is {missing[0]}")

@@ -11,9 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from services.models.directory import first_line, require_model_directory
 from services.models.value_model import ValueModel, transformer_of
-
-_TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
-"""Patterns of the names of files that a tokenizer is loaded from."""
+from settings.model_files import has_vocabulary
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -27,7 +25,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
-        if not any(found for pattern in _TOKENIZER_FILES for found in directory.glob(pattern)):
+        if not has_vocabulary(directory):
             raise ValueError(_no_files(directory)) from error
         raise ValueError(f"{directory} has no tokenizer that can be loaded: {first_line(error)}") from error
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):

@@ -20,6 +20,11 @@ ACCEPTED = (
 """Accepted signatures, for messages."""
 TOKENS = "response_tokens"
 """Parameter of a function of any convention by which it asks for the number of tokens of the response, or of each."""
+TEXTS = (
+    "completions are texts; for lists of messages, as TRL gives functions for conversations, set "
+    "{}.conversational = True"
+)
+"""Advice for a function of TRL, by its name, that reads texts as messages."""
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRL = ("prompts", "completions", "ground_truth")
 _TRL_TRAINER = frozenset({"completion_ids", "environments", "log_extra", "log_metric", "trainer_state"})
@@ -160,7 +165,12 @@ def _from_trl(name: str, function: Callable[..., Any], options: Mapping[str, Any
             raise InvalidRequest(
                 f"{name} needs {', '.join(missing)}; the rows have {', '.join(sorted(columns))}"
             )
-        return function(**_taken(function, columns), **options)
+        try:
+            return function(**_taken(function, columns), **options)
+        except TypeError as error:
+            if not asks_for_messages and "string indices" in str(error):
+                error.args = (f"{error}; {TEXTS.format(name.rpartition(':')[2] or name)}",)
+            raise
 
     return score
 

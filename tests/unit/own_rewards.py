@@ -101,6 +101,10 @@ def trl_declared(completions, **columns):  # type: ignore[no-untyped-def]
 trl_declared.conversational = True  # type: ignore[attr-defined]
 
 
+def trl_undeclared(completions, **columns):  # type: ignore[no-untyped-def]
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
 async def trl_async(completions: list[str], **columns: Any) -> list[float]:
     """As newer TRL has it."""
     await asyncio.sleep(0)

@@ -140,6 +140,18 @@ def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
     assert "Known keys: max_rounds, overlong_buffer_tokens, overlong_penalty" in message
 
 
+@pytest.mark.parametrize(
+    "table",
+    ['kind = "function"', 'kind = "function"\noptimizer.learning_rate = 1e-5', 'kind = "model"\nmodel = "m"'],
+    ids=["a function", "a function with an optimizer", "a model without one"],
+)
+def test_a_reward_that_does_not_learn_is_not_trained(table: str) -> None:
+    reward = tomllib.loads(f'role = "reward"\naddress = "127.0.0.1:7104"\n{table}')
+    tables = {"data": {"train": "rows", "heldout": "rows"}, "services": {"reward": reward}}
+    message = refusal(find_algorithm("reward_model"), Config.model_validate(tables))
+    assert 'services.reward: reward_model trains this service, which needs kind = "model" and an' in message
+
+
 def test_an_option_where_there_are_none_is_refused() -> None:
     message = refusal(find_algorithm("grpo"), quickstart("groups", "algorithm.options.x=3"))
     assert "algorithm.options of grpo: x: unknown key" in message

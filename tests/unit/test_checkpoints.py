@@ -138,6 +138,19 @@ class TestStore:
         with pytest.raises(ConfigError, match="step-5 was removed while it was read"):
             ResumePoint.at(store.place(5))
 
+    def test_what_is_given_in_place_of_a_checkpoint_is_named(self, tmp_path: Path) -> None:
+        store = CheckpointStore(tmp_path)
+        write(store, 5)
+        write(store, 10)
+        with pytest.raises(
+            ConfigError, match=r"is a run; name one of its checkpoints, of which the newest is .*step-10$"
+        ):
+            ResumePoint.at(tmp_path)
+        (tmp_path / "actor").mkdir()
+        (tmp_path / "actor" / "config.json").write_text("{}")
+        with pytest.raises(ConfigError, match=r"actor is a model directory, and no checkpoint"):
+            ResumePoint.at(tmp_path / "actor")
+
     @pytest.mark.parametrize(
         "name", [COMMIT, FILES, "controller.json", "actor/manifest.json", "actor/rank-00000.safetensors"]
     )

@@ -228,6 +228,14 @@ def test_a_dry_run_refuses_texts_that_cannot_be_read(settings: tuple[str, ...]) 
         cli._show(algorithms.find_algorithm("safe_rlhf"), config, launch=False, has_data=True)
 
 
+def test_a_dry_run_refuses_an_environment_that_cannot_be_imported(settings: tuple[str, ...]) -> None:
+    settings = (*settings, "rollout.environment.factory='nowhere:Tool'", "rollout.environment.turn_tokens=2")
+    with pytest.raises(
+        ConfigError, match=r"rollout\.environment\.factory: 'nowhere:Tool' cannot be imported"
+    ):
+        cli._show(algorithms.find_algorithm("ppo"), load(QUICKSTART, settings), launch=False, has_data=True)
+
+
 def test_a_dry_run_names_a_model_that_this_host_does_not_have(
     settings: tuple[str, ...],
     tmp_path: Path,

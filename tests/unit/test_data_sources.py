@@ -290,6 +290,32 @@ def test_templates_are_rendered_as_transformers_does(
     assert Chat(tokenizer_directory).render(conversation) == expected
 
 
+@pytest.mark.parametrize("where", ["one template", "files", "tokenizer_config.json"])
+def test_templates_are_given_tools_as_transformers_does(where: str, tokenizer_directory: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
+    own = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
+    files = {"chat_template.jinja": own}
+    if where == "files":
+        files = {"chat_template.jinja": TEMPLATE, "additional_chat_templates/tool_use.jinja": own}
+    (tokenizer_directory / "additional_chat_templates").mkdir()
+    for name, text in files.items():
+        (tokenizer_directory / name).write_text(text)
+    if where == "tokenizer_config.json":
+        (tokenizer_directory / "chat_template.jinja").unlink()
+        path = tokenizer_directory / where
+        named = [
+            {"name": name, "template": text} for name, text in (("default", TEMPLATE), ("tool_use", own))
+        ]
+        path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": named}))
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
+    for options in ({"tools": tools}, {}):
+        expected = tokenizer.apply_chat_template(
+            CONVERSATIONS[0], tokenize=False, add_generation_prompt=True, **options
+        )
+        assert ("search" in expected) == bool(options)
+        assert Chat(tokenizer_directory, options=options).render(CONVERSATIONS[0]) == expected
+
+
 @pytest.mark.parametrize("is_older", [True, False])
 def test_templates_have_the_special_tokens_that_transformers_has(
     is_older: bool, tokenizer_directory: Path

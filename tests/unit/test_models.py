@@ -127,6 +127,25 @@ def test_a_directory_without_files_of_a_tokenizer_has_none(tmp_path: Path, famil
         load_tokenizer(tmp_path)
 
 
+def test_a_weight_of_another_shape_than_the_config_says_is_named(
+    tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_llama_dir, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 24}))
+    with pytest.raises(
+        ValueError, match=r"has a weight model\.layers\.0\.mlp\.\w+\.weight of shape .*, where its config"
+    ):
+        load_causal_lm(tmp_path)
+
+
+def test_a_description_of_special_tokens_alone_is_no_tokenizer(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(tiny_llama_dir / name, tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path} has no files of a tokenizer, such as tokenizer.json"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_tokenizer_with_more_ids_than_embeddings_does_not_match(
     tiny_llama_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast
 ):
@@ -254,7 +273,7 @@ def test_a_model_without_a_score_is_no_reward_model(tiny_llama_dir: Path, tmp_pa
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"id2label": {"0": "a", "1": "b"}}, "cannot be loaded|gives 2 labels"),
+        ({"id2label": {"0": "a", "1": "b"}}, r"weight score\.weight of shape \[1, \d+\]|gives 2 labels"),
         ({"pad_token_id": None}, "pad_token_id"),
     ],
 )

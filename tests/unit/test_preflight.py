@@ -48,6 +48,64 @@ def test_a_package_that_is_missing_is_named_with_the_key_that_asks_for_it(
 
 
 @pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"config.json": "{"}, r"config\.json cannot be read: Expecting"),
+        (
+            {"tokenizer.json": None, "tokenizer_config.json": None},
+            r"model has no files of a tokenizer, such as tokenizer\.json",
+        ),
+        ({"model.safetensors": None}, r"model has no weights as \*\.safetensors$"),
+        (
+            {"model.safetensors": None, "pytorch_model.bin": ""},
+            r"no weights as \*\.safetensors; pytorch_model\.bin is not read: load it with transformers, and save it",
+        ),
+        (
+            {"model.safetensors": "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"},
+            r"model\.safetensors is a pointer of Git LFS in place of the weights, which `git lfs pull` downloads",
+        ),
+        (
+            {
+                "model.safetensors.index.json": '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
+            },
+            r"model has no model-2\.safetensors, which model\.safetensors\.index\.json names",
+        ),
+    ],
+    ids=["config", "tokenizer", "weights", "pickled weights", "git lfs", "one of several files"],
+)
+def test_files_that_a_model_directory_lacks_are_told(
+    changes: dict[str, str | None], expected: str, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    whole = {
+        "config.json": "{}",
+        "tokenizer_config.json": "{}",
+        "tokenizer.json": "{}",
+        "model.safetensors": "",
+    }
+    for name, text in {**whole, **changes}.items():
+        if text is not None:
+            (model / name).write_text(text)
+    table = load(QUICKSTART, (f"services.critic.model='{model}'",)).services["critic"]
+    with pytest.raises(ConfigError, match=rf"^services\.critic\.model: .*{expected}"):
+        preflight.check_model_files("critic", table)
+    for name, text in whole.items():
+        (model / name).write_text(text)
+    (model / "model.safetensors.index.json").unlink(missing_ok=True)
+    preflight.check_model_files("critic", table)
+
+
+def test_a_link_of_the_hubs_cache_to_weights_that_are_gone_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob")
+    table = load(QUICKSTART, (f"services.critic.model='{tmp_path}'",)).services["critic"]
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read: No such file"):
+        preflight.check_model_files("critic", table)
+
+
+@pytest.mark.parametrize(
     ("host", "shown"), [("127.0.0.1", "address"), ("[::1]", "address"), ("[::]", "bind_host")]
 )
 def test_a_port_in_use_is_named_with_the_key_that_says_the_host(host: str, shown: str) -> None:

@@ -146,6 +146,26 @@ def test_a_model_without_a_chat_template_is_told_with_the_cause(
         first_prompt(tmp_path, row, chat=True, tokenizer=tmp_path / "bare")
 
 
+def test_a_model_directory_that_does_not_exist_is_told_by_its_key_and_not_as_a_fault_of_a_row(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    services = {"actor": {"role": "actor", "address": "127.0.0.1:7101", "model": tmp_path / "modle"}}
+    data = {"train": path, "heldout": path, "chat": True}
+    with pytest.raises(
+        ConfigError, match=r"^services\.actor\.model: there is no directory .*modle, and prompts"
+    ):
+        load_data(Config.model_validate({"data": data, "services": services}))
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer: there is no directory"):
+        first_prompt(tmp_path, {"prompt": "a"}, chat=True, tokenizer=tmp_path / "none")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"^data\.tokenizer: directory .*none has no tokenizer_config\.json"
+    ):
+        first_prompt(tmp_path, {"prompt": "a"}, chat=True, tokenizer=tmp_path / "none")
+
+
 PAIR = ("chosen", "rejected")
 TALK = [SYSTEM, user("a"), assistant("b"), user("c")]
 

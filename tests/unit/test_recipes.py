@@ -40,6 +40,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(model)
     QWEN_7B.save_pretrained(model)
+    (model / "model.safetensors").touch()
     row = '{{"question": "{} + 1?", "answer": "#### {}"}}\n'
     rows.write_text("".join(row.format(n, n + 1) for n in range(200)))
     found = re.search(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)

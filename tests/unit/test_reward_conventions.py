@@ -4,6 +4,7 @@ functions that wait."""
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -176,6 +177,15 @@ def test_a_reward_of_trl_gets_the_columns_that_it_names(processes: int) -> None:
     found, _ = scored(settings, asked)
     alone = f"{MODULE}:trl_columns needs level; the rows have completions, ground_truth, prompts"
     assert found == [11, 13, alone if processes else "score is not a number: None"]
+
+
+def test_a_reward_of_trl_that_reads_conversations_without_a_declaration_is_told_how_to_get_them() -> None:
+    found, _ = scored(table("trl_undeclared"), rows("a"))
+    assert re.fullmatch(
+        rf"{MODULE}:trl_undeclared raised TypeError: string indices must be integers, not 'str'; completions are "
+        r"texts; for lists of messages, .* set trl_undeclared\.conversational = True \(own_rewards\.py:\d+\)",
+        str(found[0]),
+    ), found
 
 
 @pytest.mark.parametrize("function", ["trl_messages", "trl_declared"])
