@@ -90,10 +90,37 @@ def start_engine(
     """
     _check_platform()
     _check_names(table.engine_args)
+    arguments = _arguments(directory, dtype, table, identity, tensor_parallel)
+    # vLLM sets it for the whole process, training included, by default to float32 without TF32.
+    os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = torch.get_float32_matmul_precision()
+    # A process killed during its start may have left some.
+    _unlink_shared_memory(identity)
+    use_current_stream()
+    set_num_threads = torch.set_num_threads
+    try:
+        # With this usage context vLLM takes its defaults for throughput.
+        engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+    except VLLMError as error:
+        raise ValueError(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"vLLM has too little memory on this GPU: {error}; lower vllm.kv_cache_gb or vllm.max_num_seqs"
+        ) from error
+    finally:
+        # vLLM's CPU worker replaces it by a function that does nothing.
+        torch.set_num_threads = set_num_threads
+    _unlink_shared_memory(identity)
+    return engine
+
+
+def _arguments(
+    directory: Path, dtype: torch.dtype, table: VllmTable, identity: str, tensor_parallel: int
+) -> EngineArgs:
+    """Returns the arguments of vLLM's engine, for the arguments of `start_engine`."""
     # vLLM's type annotations omit values that it accepts: names of dtypes, and None for the model's own length.
     dtype_name: Any = str(dtype).removeprefix("torch.")
     max_model_len: Any = table.max_model_len or None
-    arguments = EngineArgs(
+    return EngineArgs(
         model=str(directory),
         # The training engine's weights come before the first generation, so none are read here.
         load_format="dummy",
@@ -118,26 +145,6 @@ def start_engine(
         use_tqdm_on_load=False,
         **_arguments_of_the_device() | table.engine_args,
     )
-    # vLLM sets it for the whole process, training included, by default to float32 without TF32.
-    os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = torch.get_float32_matmul_precision()
-    # A process killed during its start may have left some.
-    _unlink_shared_memory(identity)
-    use_current_stream()
-    set_num_threads = torch.set_num_threads
-    try:
-        # With this usage context vLLM takes its defaults for throughput.
-        engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-    except VLLMError as error:
-        raise ValueError(str(error)) from error
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"vLLM has too little memory on this GPU: {error}; lower vllm.kv_cache_gb or vllm.max_num_seqs"
-        ) from error
-    finally:
-        # vLLM's CPU worker replaces it by a function that does nothing.
-        torch.set_num_threads = set_num_threads
-    _unlink_shared_memory(identity)
-    return engine
 
 
 def _local_rank() -> int:
