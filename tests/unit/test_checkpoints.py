@@ -774,6 +774,7 @@ class TestFacts:
     def test_each_file_that_prompts_depend_on_counts(self, file: str, tmp_path: Path) -> None:
         config = load(QUICKSTART, (f"data.tokenizer='{tmp_path}'",))
         rows: Any = SimpleNamespace(fingerprints=tuple)
+        (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("{}")
         before = contents_of(config, (rows, rows), None)
         (tmp_path / file).write_text("{ }")
