@@ -79,8 +79,7 @@ def open_planned(
         for line in arena_warnings(config, longest_prompt(config, plan.data), further):
             progress.message(line)
         launched = _launched(plan, directory, resolved, progress) if launch else None
-        if launched:
-            opened.enter_context(launched)
+        opened.enter_context(launched or contextlib.nullcontext())
         opened.enter_context(explained(launched))
         cluster = Cluster(config, _session(plan, directory, take_over=take_over), launcher=launched)
         opened.callback(cluster.close)
@@ -103,12 +102,8 @@ def open_planned(
         if saver:
             opened.callback(saver.close)
         parts = plan.config, plan.data, cluster, recorder, plan.pretrain, limits, opened
-        run = Run(
-            *parts,
-            checkpointer=saver,
-            resumed=plan.resumes.run if plan.resumes else None,
-            started_unix_s=plan.identity.started_unix_ns / 1e9,
-        )
+        resumed, began = plan.resumes and plan.resumes.run, plan.identity.started_unix_ns / 1e9
+        run = Run(*parts, checkpointer=saver, resumed=resumed, started_unix_s=began)
         unless_opened.pop_all()
         return run
 

@@ -87,11 +87,10 @@ class Run:
         self.config = config
         self.recorder = recorder
         self._cluster = cluster
-        train, heldout = data
-        self._feed = Feed(config, train, pretrain, limits)
+        self._feed = Feed(config, data[0], pretrain, limits)
         self.loader = self._feed.loader
         self._metrics = StepMetrics(cluster)
-        self._evaluator = Evaluator(heldout, limits[0], config.run.evaluation_rows, cluster, recorder)
+        self._evaluator = Evaluator(data[1], limits[0], config.run.evaluation_rows, cluster, recorder)
         self._state = RunState(self._feed, self._metrics, self._evaluator)
         if resumed is not None:
             self._state.restore(resumed)
