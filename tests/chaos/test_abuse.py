@@ -312,9 +312,17 @@ def connections_that_say_nothing(target: Target) -> None:
     )
 
 
+def six_hundred_sessions(target: Target) -> None:
+    sessions(target, 600)
+
+
 def two_thousand_sessions(target: Target) -> None:
+    sessions(target, 2000)
+
+
+def sessions(target: Target, count: int) -> None:
     before, start = target.sizes(), target.next_start()
-    for number in range(2_000):
+    for number in range(count):
         request = synchronize(target, session_started_unix_ns=start + 1000 * number)
         assert target.call(1, "worker/Synchronize", request).code == "OK"
     for old, new in zip(before, target.settled(before), strict=True):
@@ -335,7 +343,8 @@ ABUSES = [
     a_start_at_the_end_of_time, a_clock_that_is_ahead, a_checkpoint_of_one_rank, nine_bytes_that_claim_gigabytes,
     a_call_id_of_a_megabyte, a_session_of_a_megabyte, a_known_id_for_another_method,
     a_call_that_is_cancelled_and_made_again, directories_anywhere, four_billion_steps, times_that_are_no_numbers,
-    temperatures_that_are_no_numbers, bytes_that_are_no_request, connections_that_say_nothing, two_thousand_sessions,
+    temperatures_that_are_no_numbers, bytes_that_are_no_request, connections_that_say_nothing, six_hundred_sessions,
+    pytest.param(two_thousand_sessions, marks=pytest.mark.full),
     a_prompt_of_32_mib,
 ]  # fmt: skip
 

@@ -22,7 +22,10 @@ LAUNCH = f"{PPO} --launch"
 UP = "rlhf-deploy up chaos.toml"
 CHECK = "rlhf-deploy check chaos.toml"
 FILES = {
-    "model/config.json": b"{}",
+    **dict.fromkeys(
+        ("model/config.json", "model/tokenizer.json", "model/model.safetensors", "odd/tokenizer.json"), b"{}"
+    ),
+    "odd/model.safetensors": b"",
     "odd/config.json": b'{"num_hidden_layers": 2, "num_attention_heads": 3}',
     "bare/tokenizer.json": b"{}",
     "cut.jsonl": b'{"prompt": "1+1=", "ground_truth": "2"}\n{"prompt": \n',

@@ -133,7 +133,7 @@ def test_a_policy_is_the_same_where_another_service_generates(placed: Config, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_critic_is_the_same_where_another_service_computes_its_values(
     placed: Config, ahead: int, tmp_path: Path
 ) -> None:

@@ -147,7 +147,9 @@ def check_scores(seen: Sequence[Sequence[Row]], prompts: int, oracle: GroupScore
     assert several
 
 
-@pytest.mark.parametrize(("algorithm", "prompts"), [("grpo", 3), ("grpo", 1), ("ppo", 3)])
+@pytest.mark.parametrize(
+    ("algorithm", "prompts"), [("grpo", 3), pytest.param("grpo", 1, marks=pytest.mark.full), ("ppo", 3)]
+)
 def test_each_response_scores_what_the_function_gives_it_in_its_group(
     algorithm: str, prompts: int, cluster: Cluster, outside: dict[str, RewardTable], tmp_path: Path
 ) -> None:

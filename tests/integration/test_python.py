@@ -329,7 +329,9 @@ def reward_only(config: Config, tmp_path: Path) -> Config:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["close", "exit", "raise", "SIGINT", "SIGKILL"])
+@pytest.mark.parametrize(
+    "ending", ["close", pytest.param("exit", marks=pytest.mark.full), "raise", "SIGINT", "SIGKILL"]
+)
 def test_launched_services_end_with_the_script_however_it_ends(
     reward_only: Config, tmp_path: Path, processes: Processes, ending: str
 ) -> None:
