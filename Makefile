@@ -15,10 +15,10 @@ UNITS := tests/test_architecture.py tests/unit tests/contract
 SERVICES := tests/integration tests/chaos
 units := $(PYTEST) -n 2 -m "not full and not slow and not gpu" $(UNITS)
 services := $(PYTEST) -n 2 $(BY_FILE) -m "not full and not slow and not gpu" $(SERVICES)
-# With services three at a time keep two cores busy: they wait, for deadlines and for each other. The tests of vLLM in
-# services belong to the half that CI runs once vLLM is installed.
+# Three at a time keep two cores busy: they wait, for deadlines and for each other. The tests of vLLM in services belong
+# to the half that CI runs once vLLM is installed.
 VLLM := tests/integration/test_rollout_vllm.py
-units_of_change := $(PYTEST) -n 2 $(BY_FILE) -m "not full and not gpu" $(VLLM) $(UNITS)
+units_of_change := $(PYTEST) -n 3 $(BY_FILE) -m "not full and not gpu" $(VLLM) $(UNITS)
 services_of_change := $(PYTEST) -n 3 $(BY_FILE) -m "not full and not gpu" --ignore $(VLLM) $(SERVICES)
 # After pytest: status 1 where tests have failed. Where not all of them ran, nothing is left to run again.
 NOTE := { status=$$?; [ $$status -eq 1 ] || { rm -f .pytest_cache/v/cache/lastfailed; exit $$status; }; }

@@ -164,7 +164,7 @@ def moved_services(directory: Path) -> set[tuple[str, str]]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_services_take_turns_in_the_memory_of_a_device(device: Device, tmp_path: Path) -> None:
     free = executed(device.config, tmp_path / "free")
     assert not moved_services(free)
