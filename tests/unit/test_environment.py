@@ -227,7 +227,8 @@ def test_an_async_method_that_blocks_the_event_loop_ends_the_run(
     released.set()
 
 
-def test_at_most_as_many_calls_as_allowed_run_at_a_time(make: Make) -> None:
+def counting() -> tuple[type[Echo], list[int]]:
+    """Returns an environment, and a list with the largest number of its steps that ran at a time."""
     running, most = [0], [0]
 
     class Counted(Echo):
@@ -238,24 +239,20 @@ def test_at_most_as_many_calls_as_allowed_run_at_a_time(make: Make) -> None:
             running[0] -= 1
             return super().step(response)
 
-    caller, episodes = make(Counted, concurrency=3), [Episode(ROW) for _ in range(10)]
+    return Counted, most
+
+
+def test_at_most_as_many_calls_as_allowed_run_at_a_time(make: Make) -> None:
+    counted, most = counting()
+    caller, episodes = make(counted, concurrency=3), [Episode(ROW) for _ in range(10)]
     caller.make(episodes)
     caller.step(episodes, ["a"] * 10)
     assert most == [3]
 
 
 def test_an_evaluation_beside_a_step_calls_no_more_environments_at_a_time(make: Make) -> None:
-    running, most = [0], [0]
-
-    class Counted(Echo):
-        async def step(self, response: str) -> str | None:  # type: ignore[override]
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-            await asyncio.sleep(0.01)
-            running[0] -= 1
-            return super().step(response)
-
-    caller, both = make(Counted, concurrency=3), [[Episode(ROW) for _ in range(10)] for _ in range(2)]
+    counted, most = counting()
+    caller, both = make(counted, concurrency=3), [[Episode(ROW) for _ in range(10)] for _ in range(2)]
     for episodes in both:
         caller.make(episodes)
     results([on_thread(partial(caller.step, episodes, ["a"] * 10), "step") for episodes in both], 10)
