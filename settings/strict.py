@@ -43,7 +43,7 @@ class Strict(BaseModel):
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    def _is_taken_and_kept_as_given(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         """Refuses true and false where a number is required, which pydantic converts to 1 and 0; and see
         `_check_kept`."""
         validated = validate(value)
