@@ -20,6 +20,7 @@ from controller.foresight import check_models, fetch_descriptions
 from controller.identity import Identity
 from controller.tracking.contents import RUN_FILE, SUMMARY_FILE
 from controller.tracking.run_directory import read_json
+from controller.tracking.traces import check_traces
 from controller.tracking.trackers import find_trackers
 from controller.training.algorithm import Algorithm
 from rlhf.errors import ConfigError
@@ -130,10 +131,11 @@ class Plan:
 def _read(
     algorithm: Algorithm, config: Config, started_unix_ns: int
 ) -> tuple[tuple[PromptData, PromptData], TextData | None]:
-    """Checks the trackers of a configuration, fetches what the controller reads of models on the hub, checks the
-    models, and opens and checks the data. Returns the prompts, and the texts of data.pretrain. Raises ConfigError where
-    one of them cannot be used."""
+    """Checks the trackers and traces of a configuration, fetches what the controller reads of models on the hub, checks
+    the models, and opens and checks the data. Returns the prompts, and the texts of data.pretrain. Raises ConfigError
+    where one of them cannot be used."""
     find_trackers(config.tracking.trackers)
+    check_traces(config.tracking)
     fetch_descriptions(config)
     check_models(config)
     data = load_data(config, algorithm.columns, started_unix_ns / 1e9)

@@ -1,4 +1,4 @@
-"""The recorder of a connected run, with its trackers and its endpoint for Prometheus."""
+"""The recorder of a connected run, with its trackers, its traces and its endpoint for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from controller.tracking.progress import Progress
 from controller.tracking.prometheus import MetricsEndpoint
 from controller.tracking.recorder import Recorder
 from controller.tracking.run_directory import RunDirectory
+from controller.tracking.traces import Traces
 from controller.tracking.tracker import TrackedRun
 from controller.tracking.trackers import Trackers, find_trackers
 from rlhf.errors import ConfigError
@@ -59,9 +60,10 @@ def recording(
     if endpoint:
         endpoint.watch(cluster, lambda: trackers.deliveries)
         observers.append(endpoint)
-    with (
-        trackers,
-        Recorder(directory, progress, identity, observers=observers) as recorder,
-        recorder.following(cluster.running, cluster.memory),
-    ):
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(trackers)
+        if config.tracking.opentelemetry:
+            observers.append(opened.enter_context(Traces(run, progress.message)))
+        recorder = opened.enter_context(Recorder(directory, progress, identity, observers=observers))
+        opened.enter_context(recorder.following(cluster.running, cluster.memory))
         yield recorder

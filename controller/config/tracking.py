@@ -1,4 +1,4 @@
-"""Settings of where the metrics of a run go, beside the files of its directory."""
+"""Settings of where the metrics and traces of a run go, beside the files of its directory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from settings.strict import Strict
 
 
 class TrackingTable(Strict):
-    """Where the metrics of a run go, beside `metrics.jsonl` and TensorBoard events, which every run writes; see
-    docs/tracking.md."""
+    """Where the metrics and traces of a run go, beside `metrics.jsonl`, TensorBoard events and `timeline.json`, which
+    every run writes; see docs/tracking.md."""
 
     trackers: list[str] = []
     """Names of the trackers that get the metrics, samples and summary of the run: `wandb`, `mlflow`, the name of an
@@ -17,6 +17,10 @@ class TrackingTable(Strict):
     tracker that is slow or fails changes nothing about the run."""
     project: str = Field(default="rlhf-cluster", min_length=1)
     """Name of the project in wandb, of the experiment in MLflow."""
+    opentelemetry: bool = False
+    """Whether the calls of each step are sent to an OpenTelemetry collector as a trace. Its address and headers are
+    those of the environment variables of OpenTelemetry, such as OTEL_EXPORTER_OTLP_ENDPOINT. A collector that is slow
+    or lost changes nothing about the run."""
     prometheus_port: int | None = Field(default=None, ge=1, le=65535)
     """Port at which the controller serves `/metrics` for Prometheus, without encryption. Default: it serves none."""
     prometheus_host: str = Field(default="127.0.0.1", min_length=1)

@@ -13,9 +13,9 @@ class Observer:
     """Gets the records of a run after they were written to its files. The methods return at once and raise nothing, so
     that an observer changes no run. Default: they do nothing."""
 
-    def calls(self, records: Iterable[CallRecord], rows: int) -> None:
-        """Takes the calls of a step that has ended, and the number of rows that it trained on; those of an evaluation
-        with 0 rows."""
+    def calls(self, step: int, records: Iterable[CallRecord], rows: int) -> None:
+        """Takes the calls of a step that has ended, and the number of rows that it trained on; those of the evaluation
+        after a step with 0 rows."""
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         """Takes sample responses of the evaluation after a step, before the metrics of that step."""

@@ -95,7 +95,7 @@ class MetricsEndpoint(Observer):
         trackers."""
         self._registry.register(_Live(self._families, cluster, deliveries))
 
-    def calls(self, records: Iterable[CallRecord], rows: int) -> None:
+    def calls(self, step: int, records: Iterable[CallRecord], rows: int) -> None:
         self._rows.inc(rows)
         for record in records:
             self._calls.labels(record.service, record.method).observe(record.seconds)

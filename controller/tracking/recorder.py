@@ -154,7 +154,7 @@ class Recorder:
                 self._rank_call(rank_track, record.method, response.outcome.timing, step)
         self._timeline.flush()
         for observer in self._observers:
-            observer.calls(records, rows)
+            observer.calls(step, records, rows)
 
     def replaced(self, replaced: Replaced) -> None:
         """Writes a service that was lost and replaced to `run.json`, and to the timeline from its loss on. Raises

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from python_path import python_path
 from unit.test_metrics_docs import documented
+from unit.trace_collector import grpc_collector
 
 from controller import job
 from controller.checkpoints.store import CheckpointStore
@@ -59,9 +60,10 @@ def test_a_tracker_of_an_installed_package_gets_each_step_of_a_killed_run_once(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path(plugins))
     (port,) = free_ports(1)
-    tracking = {"trackers": ["csv"], "prometheus_port": port}
+    tracking = {"trackers": ["csv"], "prometheus_port": port, "opentelemetry": True}
     config = with_tables(services, tracking=tracking, checkpoint={"every": 2})
-    with resumable(config, tmp_path) as run:
+    with grpc_collector() as collector, resumable(config, tmp_path) as run:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
         process = run.start()
 
         def has_begun() -> bool:
@@ -90,6 +92,14 @@ def test_a_tracker_of_an_installed_package_gets_each_step_of_a_killed_run_once(
         ]
         counts = json.loads((run.run_dir / TRACKERS_FILE).read_text())["csv"]
         assert (counts["failed"], counts["dropped"]) == (0, 0)
+        last = [span for span in collector.spans if span.attributes["rlhf.step"] == STEPS]
+        assert [span.name for span in last if not span.parent] == ["step", "evaluation"]
+        updates = [span for span in last if span.name == "actor.update_actor"]
+        assert sorted((span.kind, span.attributes.get("rlhf.rank")) for span in updates) == [
+            ("CLIENT", None),
+            ("SERVER", 0),
+            ("SERVER", 1),
+        ]
     assert not is_listening(f"127.0.0.1:{port}")
 
 

@@ -134,7 +134,7 @@ def test_observers_get_the_calls_of_an_evaluation_which_come_one_by_one(tmp_path
     class Counting(Observer):
         seen: ClassVar[list[str]] = []
 
-        def calls(self, records: Iterable[CallRecord], rows: int) -> None:
+        def calls(self, step: int, records: Iterable[CallRecord], rows: int) -> None:
             self.seen.extend(record.method for record in records)
 
     recorder = Recorder(
