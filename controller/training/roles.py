@@ -8,6 +8,7 @@ from functools import partial
 
 from client.session import StepContext
 from controller.config.config import Config
+from controller.config.rollout import EvaluationTable, RolloutTable
 from controller.role_groups.chunks import ChunkedColumn, chunk_sizes
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
@@ -75,23 +76,42 @@ class Rollout:
             sampled token.
         """
         rollout = self._config.rollout
-        sampling = actor_pb2.Sampling(
+        sampling = self._sampling(rollout, greedy=greedy)
+        if greedy:  # a baseline, which is of one version
+            return self._generate(prompts, sampling, return_text)
+        if rollout.chunks > 1 and not self._player:
+            prompts = prompts.in_chunks(chunk_sizes(groups_of(prompts), rollout.chunks))
+        return self._generate(prompts, sampling, return_text, rollout.segments)
+
+    def generate_for_eval(self, prompts: FutureBatch, *, return_text: bool | None = None) -> FutureBatch:
+        """Generates one response to each row of column prompt as `rollout.evaluation` says, with weights of one
+        version; else as `generate_sequences`."""
+        table = self._config.rollout.evaluation
+        return self._generate(prompts, self._sampling(table, greedy=table.is_greedy), return_text)
+
+    def _sampling(self, table: RolloutTable | EvaluationTable, *, greedy: bool) -> actor_pb2.Sampling:
+        rollout = self._config.rollout
+        return actor_pb2.Sampling(
             greedy=greedy,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
+            temperature=table.temperature,
+            top_k=table.top_k,
+            top_p=table.top_p,
             max_new_tokens=rollout.max_response_tokens,
             stop=rollout.stop,
         )
+
+    def _generate(
+        self,
+        prompts: FutureBatch,
+        sampling: actor_pb2.Sampling,
+        return_text: bool | None,
+        segments: int = 1,
+    ) -> FutureBatch:
         with_text = self._returns_text if return_text is None else return_text
         if self._player:
             made = self._player.play(prompts, partial(self._generate_turn, sampling, return_text=with_text))
-            return with_version(made) if self._config.run.ahead else made
-        # A greedy response is a baseline or an evaluation, which is of one version.
-        segments = 1 if greedy else rollout.segments
-        if rollout.chunks > 1 and not greedy:
-            prompts = prompts.in_chunks(chunk_sizes(groups_of(prompts), rollout.chunks))
-        made = self.group.generate_sequences(prompts, sampling, return_text=with_text, segments=segments)
+        else:
+            made = self.group.generate_sequences(prompts, sampling, return_text=with_text, segments=segments)
         return with_version(made) if self._config.run.ahead else made
 
     def _generate_turn(
