@@ -22,11 +22,12 @@ from controller.role_groups.roles import (
     ValuesGroup,
 )
 from controller.role_groups.weights import sync_weights
-from controller.training.episodes import EpisodePlayer
+from controller.training.episodes import EpisodePlayer, rows_that_ended
 from controller.training.losses import policy_loss, value_loss
 from controller.training.parity import DriftCheck
 from controller.training.scoring import groups_of
 from controller.training.staleness import with_version
+from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
 
 
@@ -175,9 +176,15 @@ class Actor(Rollout):
     def update_actor(self, batch: FutureBatch, mini_batches: int = 0) -> FutureBatch:
         """Updates the policy by the loss of `[algorithm]`, in `epochs` passes over the batch in `mini_batches`
         mini-batches (default: see `Config.mini_batches`). Columns that this loss does not read are not sent. Where
-        advantages are in chunks and the loss adds up by rows, gradients of a chunk begin when it is there. Returns no
-        columns."""
+        advantages are in chunks and the loss adds up by rows, gradients of a chunk begin when it is there. With
+        `on_truncated` drop, waits for the responses and trains on those that ended. Returns no columns.
+
+        Raises:
+            InvalidRequest: With `on_truncated` drop, no response ended.
+        """
         config, algorithm = self._config, self._config.algorithm
+        if algorithm.on_truncated == "drop":
+            batch = self._that_ended(batch)
         loss = policy_loss(config, with_texts="pretrain_text" in batch)
         unused = {
             "ref_log_probs": not algorithm.kl_loss_coefficient,
@@ -190,6 +197,17 @@ class Actor(Rollout):
         early = algorithm.adds_up_by_rows and isinstance(batch.columns.get("advantages"), ChunkedColumn)
         updated = self._group.update_actor(batch, loss, schedule, config.rollout.temperature, early=early)
         return _synced(updated, self._group, self._receivers, self._step_of(batch))
+
+    def _that_ended(self, batch: FutureBatch) -> FutureBatch:
+        """Waits for the responses and returns the rows whose response ended; raises InvalidRequest where none did."""
+        most = self._config.rollout.max_response_tokens
+        rows = rows_that_ended(batch, most)
+        if not len(rows):
+            raise InvalidRequest(
+                f"step {self._step_of(batch).number}: all {batch.rows} responses were cut off, and none is left to "
+                f"train on: raise rollout.max_response_tokens ({most}), or set algorithm.on_truncated to train"
+            )
+        return batch.take(rows) if len(rows) < batch.rows else batch
 
     def compute_loss(self, texts: FutureBatch) -> FutureBatch:
         """Measures the policy on texts, as in Figure 6 of HybridFlow. It only measures: to train on texts, give
