@@ -158,6 +158,16 @@ def test_held_out_prompts_are_sampled_in_batches_of_whole_prompts(tmp_path: Path
     assert [sample.prompt for sample in shown] == ["heldout 0", "heldout 1", "heldout 2"]
 
 
+def test_an_evaluation_of_distill_has_as_many_responses_in_a_batch(tmp_path: Path) -> None:
+    sampled = ("rollout.evaluation.samples=3", "rollout.evaluation.temperature=0.7")
+    run = simulate(tmp_path, "distill", "run.steps=1", "run.evaluation_rows=8", *sampled)
+    made = [len(each.rows) for each in run.log if (each.method, each.step) == ("generate_sequences", 0)]
+    assert sorted(made) == [2] * 6 + [6] * 6
+    assert {"evaluation/pass_at_1", "evaluation/pass_at_3", "evaluation/reverse_kl"} <= run.notes.metrics[
+        0
+    ].keys()
+
+
 def test_numbers_of_any_type_are_those_of_a_run_that_is_resumed(tmp_path: Path) -> None:
     def measured(run: Run) -> None:
         def measure(heldout: FutureBatch) -> Measured:
