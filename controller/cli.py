@@ -157,29 +157,12 @@ def main(
 )
 @click.option("--launch", is_flag=True, help="Start the services of the config, and stop them at the end.")
 @click.option("--take-over", is_flag=True, help="End another run that uses the services.")
-@click.option(
-    "--samples",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0),
-    metavar="N",
-    help="Responses per prompt, for pass@k; 0 measures no pass@k.",
-)
-@click.option(
-    "--solved-at",
-    default=1.0,
-    show_default=True,
-    metavar="SCORE",
-    help="Lowest score of a correct response, for pass@k.",
-)
 @set_option
 def evaluate_command(
     directory: Path,
     config_path: Path | None,
     launch: bool,
     take_over: bool,
-    samples: int,
-    solved_at: float,
     settings: tuple[str, ...],
 ) -> None:
     """Measure a policy on the held-out rows.
@@ -190,8 +173,6 @@ def evaluate_command(
         directory,
         config_path=config_path,
         settings=settings,
-        samples=samples,
-        solved_at=solved_at,
         launch=launch,
         take_over=take_over,
     )

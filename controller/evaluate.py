@@ -15,7 +15,6 @@ from controller.opening import open_planned
 from controller.plan import Plan
 from controller.tracking.progress import Progress
 from controller.training.algorithm import Algorithm, UnreadOptions
-from controller.training.pass_at_k import sampled_evaluation
 from controller.training.run import Run
 from rlhf.errors import ConfigError
 from settings.strict import read_toml, validate
@@ -31,20 +30,16 @@ def evaluate(
     *,
     config_path: Path | None = None,
     settings: tuple[str, ...] = (),
-    samples: int = 0,
-    solved_at: float = 1.0,
     launch: bool = False,
     take_over: bool = False,
 ) -> FinishedRun:
-    """Measures a policy on the held-out rows by greedy responses, as a run does, and with `samples` by pass@k too.
-    Writes a run directory of its own.
+    """Measures a policy on the held-out rows as a run does, by `rollout.evaluation` of the config. Writes a run
+    directory of its own.
 
     Args:
         directory: A checkpoint, RUN/checkpoints/step-N, or the model directory of the policy.
         config_path: Config file. Default: the config of the checkpoint's run; for a model directory there is none.
         settings: Overrides "key.path=value" of the config.
-        samples: Number of sampled responses to each prompt for pass@k; 0: none.
-        solved_at: Lowest score of a response that counts as right for pass@k.
         launch, take_over: As in `controller.job.run`.
 
     Raises:
@@ -58,18 +53,14 @@ def evaluate(
     if point:
         plan = replace(plan, loads={actor: point.place_of(actor)})
     with open_planned(plan, Progress(has_steps=False), launch=launch, take_over=take_over) as opened:
-        measured = evaluation(opened, samples, solved_at)
+        measured = evaluation(opened)
         opened.recorder.summary({"evaluated": str(directory), **measured})
         return FinishedRun(opened.directory, measured)
 
 
-def evaluation(run: Run, samples: int = 0, solved_at: float = 1.0) -> dict[str, float]:
-    """Measures the policy of a run, records the metrics as those of step 0, and returns them by name; arguments as in
-    `evaluate`."""
+def evaluation(run: Run) -> dict[str, float]:
+    """Measures the policy of a run, records the metrics as those of step 0, and returns them by name."""
     metrics = run.evaluate()
-    if samples:
-        sampled = sampled_evaluation(run.actor(), run.reward(), samples, solved_at)
-        metrics |= run.evaluate(sampled, max(1, run.config.run.evaluation_rows // samples))
     run.recorder.step(0, metrics)
     prefix = "evaluation/"
     return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}

@@ -53,7 +53,9 @@ def arena_mb_needed(
         step, evaluation = (
             math.ceil(rows / ranks) * row_bytes + math.ceil(further / ranks) * further_bytes
             for rows, further in zip(
-                (config.rows_per_step, config.run.evaluation_rows), further_responses, strict=True
+                (config.rows_per_step, max(config.run.evaluation_rows, config.rollout.evaluation.samples)),
+                further_responses,
+                strict=True,
             )
         )
         # Rows of the steps ahead are there beside the largest batch.

@@ -67,9 +67,8 @@ def check(config: Config, options: DistillOptions) -> None:
         )
 
 
-def greedy_responses(config: Config, options: DistillOptions) -> tuple[int, int]:
-    """Returns the responses that are kept beside one per row: with a reward, in an evaluation the greedy ones that it
-    scores."""
+def scored_responses(config: Config, options: DistillOptions) -> tuple[int, int]:
+    """Returns the responses that are kept beside one per row: with a reward, in an evaluation those that it scores."""
     return 0, config.run.evaluation_rows if config.has_reward("reward") else 0
 
 
@@ -80,7 +79,7 @@ def greedy_responses(config: Config, options: DistillOptions) -> tuple[int, int]
     reads=(*POLICY, *REWARD),
     check=check,
     optional=("reward",),
-    further=greedy_responses,
+    further=scored_responses,
 )
 def distill(run: Run, options: DistillOptions) -> None:
     """Runs on-policy distillation, which needs services actor, the student, and reference, the teacher. A service
@@ -162,4 +161,4 @@ def heldout_kl(run: Run, actor: Actor, teacher: Reference) -> Evaluation:
         measured = policy.summarize(scored) if policy else {}
         return {**measured, "reverse_kl": float(values[KL].sum() / max(values[TOKENS].sum(), 1))}
 
-    return Evaluation(measure, summarize)
+    return Evaluation(measure, summarize, policy.responses if policy else 1)

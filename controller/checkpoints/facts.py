@@ -30,6 +30,7 @@ MAY_DIFFER = frozenset(
         "devices",
         "placement",
         "pools",
+        "rollout.evaluation",
         "security",
         "tracking",
     }

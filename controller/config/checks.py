@@ -181,15 +181,19 @@ def check_generation(services: Services, generators: Mapping[str, str]) -> None:
 
 
 def check_sampling(rollout: RolloutTable, services: Services) -> None:
-    """Raises ValueError if a service cannot sample at `rollout.temperature`, or if one of its limits on the length of a
-    row is too low for a prompt and a response of maximum length."""
+    """Raises ValueError if a service cannot sample at the temperatures of `rollout`, or if one of its limits on the
+    length of a row is too low for a prompt and a response of maximum length."""
     for name, table in services.items():
         lowest, highest = table.temperatures
-        if not lowest <= rollout.temperature <= highest:
-            raise ValueError(
-                f"rollout.temperature: the engine that generates in services.{name} samples at temperatures from "
-                f"{lowest:g} to {highest:g} (given: {rollout.temperature:g})"
-            )
+        sampled = (
+            {} if rollout.evaluation.is_greedy else {"evaluation.temperature": rollout.evaluation.temperature}
+        )
+        for key, temperature in {"temperature": rollout.temperature, **sampled}.items():
+            if not lowest <= temperature <= highest:
+                raise ValueError(
+                    f"rollout.{key}: the engine that generates in services.{name} samples at temperatures from "
+                    f"{lowest:g} to {highest:g} (given: {temperature:g})"
+                )
         for key, most in table.row_limits.items():
             if most <= rollout.max_response_tokens:
                 raise ValueError(

@@ -31,6 +31,39 @@ class EnvironmentTable(Strict):
     """Maximum number of calls of environments at a time."""
 
 
+class EvaluationTable(Strict):
+    """Sampling of the responses to held-out prompts; see docs/algorithms.md#evaluation."""
+
+    samples: Positive = 1
+    """Number of responses to each prompt. Metrics are means over all of them; with more than one, pass@k is measured
+    too."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature. 0: takes the most probable token."""
+    top_k: int = Field(default=0, ge=0)
+    """Samples from the k most probable tokens. 0: from all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Samples from the smallest set of tokens whose probabilities sum to at least top_p."""
+    solved_at: float = 1.0
+    """Lowest score of a response that solves its prompt, for pass@k."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the most probable one."""
+        return self.temperature == 0
+
+    @model_validator(mode="after")
+    def _check(self) -> EvaluationTable:
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"temperature: 0, or at least {LOWEST_TEMPERATURE:g} (given: {self.temperature:g})"
+            )
+        if self.is_greedy and (self.samples > 1 or self.top_k or self.top_p < 1):
+            raise ValueError(
+                "temperature: 0 takes the most probable token; samples, top_k and top_p need one above 0"
+            )
+        return self
+
+
 class RolloutTable(Strict):
     """Settings of the generation of responses."""
 
@@ -60,6 +93,9 @@ class RolloutTable(Strict):
 
     environment: EnvironmentTable = EnvironmentTable()
     """Environment that answers between turns."""
+
+    evaluation: EvaluationTable = EvaluationTable()
+    """Sampling of the responses to held-out prompts."""
 
     @property
     def truncates(self) -> bool:

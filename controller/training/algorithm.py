@@ -30,6 +30,7 @@ POLICY = (
     *PpoOptions.model_fields,
     "recompute_log_probs",
     "max_log_prob_drift",
+    "on_truncated",
 )
 CRITIC = ("critic_epochs", *ValueLossTable.model_fields, *ValueClipOptions.model_fields)
 REWARD = ("on_failed_reward", "reward_retries")

@@ -19,7 +19,7 @@ from controller.data.prompt_form import NoTemplate
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.training.columns import count_tokens, texts_of
 from controller.training.environment import Answer, EnvironmentCaller, Episode, environment_factory
-from nccl_transfer.refs.batch import Batch, LocalColumn
+from nccl_transfer.refs.batch import Batch, LocalColumn, lengths_of
 from rlhf.errors import ConfigError, DeadlineExceeded, InvalidRequest
 
 PARTIAL = {
@@ -171,6 +171,16 @@ class EpisodePlayer:
                 f"returned {len(text)} characters; at most {MAX_OBSERVATION} are added to a response"
             )
         return text
+
+
+def rows_that_ended(batch: FutureBatch, max_tokens: int) -> np.ndarray:
+    """Waits for the responses, and returns the indices of the rows [n] int64 whose response has fewer than `max_tokens`
+    tokens, or, of an episode, whose last turn was not cut off."""
+    if FINISHED in batch:
+        finished = batch.result([FINISHED])[FINISHED]
+        assert isinstance(finished, LocalColumn), "the controller plays the episodes"
+        return np.flatnonzero(np.asarray(finished.values))
+    return np.flatnonzero(lengths_of(batch.result(["response_ids"])["response_ids"]) < max_tokens)
 
 
 def episode_metrics(batch: Batch) -> dict[str, float]:

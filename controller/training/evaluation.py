@@ -22,8 +22,8 @@ ROW = "heldout_row"
 """Name of the column of a batch of held-out rows that has the number of each row among those evaluated, from 0."""
 
 Measured = tuple[Mapping[str, np.ndarray], Sequence[FutureBatch]]
-"""Return type of `Evaluation.measure`: arrays with one number per row of a batch [rows], by name, and the batches
-whose calls made them."""
+"""Return type of `Evaluation.measure`: arrays with one number per row that it makes of a batch [rows], by name, and the
+batches whose calls made them."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,12 @@ class Evaluation:
     Attributes:
         measure: Function that measures one batch of held-out rows; called for one batch after another.
         summarize: Function that takes the numbers of all rows by name, and returns the metrics of the evaluation.
+        responses: Number of rows that `measure` makes of each held-out row.
     """
 
     measure: Callable[[FutureBatch], Measured]
     summarize: Callable[[Mapping[str, np.ndarray]], dict[str, float]]
+    responses: int = 1
 
 
 class Evaluator:
@@ -45,7 +47,7 @@ class Evaluator:
     Args:
         data: Held-out rows.
         limit: Limit on the length of their prompts; None: any length.
-        batch_rows: Maximum number of rows in a batch.
+        batch_rows: Maximum number of rows in a batch, at least one held-out row.
         cluster: Connected services.
         recorder: Records the calls.
 
@@ -76,7 +78,7 @@ class Evaluator:
         rows; see `rows`."""
         return len(self._data) - len(self.rows)
 
-    def evaluate(self, step: StepContext, evaluation: Evaluation, batch_rows: int = 0) -> dict[str, float]:
+    def evaluate(self, step: StepContext, evaluation: Evaluation) -> dict[str, float]:
         """Evaluates the held-out rows after a step and returns the metrics, with prefix evaluation/,
         time/evaluation_s, and the losses of services in the step so far, with prefix `RESTARTS`. Appends the measured
         metrics to `history`. Calls on rows of no step belong to this one. All rows of the step are freed after each
@@ -85,11 +87,11 @@ class Evaluator:
         Args:
             step: The step.
             evaluation: Measures the rows.
-            batch_rows: Maximum number of rows in a batch. Default: that of the evaluator.
         """
         started = self._cluster.session.now()
         parts: list[Mapping[str, np.ndarray]] = []
-        for batch in batches(self._data, self.rows, batch_rows or self._batch_rows):
+        most = max(1, self._batch_rows // evaluation.responses)
+        for batch in batches(self._data, self.rows, most):
             with step.on_thread():
                 values, made = evaluation.measure(batch.of_step(step))
             parts.append(values)

@@ -1,7 +1,8 @@
-"""Evaluation of a policy by the mean reward of its greedy responses to the held-out prompts."""
+"""Evaluation of a policy by the rewards of its responses to the held-out prompts: their mean, and pass@k."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -21,15 +22,18 @@ from nccl_transfer.refs.batch import LocalColumn
 from rlhf.v1 import worker_pb2
 
 SCORES, SOURCES = "/scores", "/sources"
-"""Names of the numbers that are measured for every row: its score and its source. No reward can have these names."""
+"""Names of what is measured of every response: its score and the source of its prompt. No reward can have these
+names."""
 
 
 @dataclass(frozen=True)
 class PolicyEvaluation:
-    """Measures the reward of greedy responses, over all rows and over those of each source.
+    """Measures the reward of responses, over all rows and over those of each source.
 
-    The mean is called accuracy where the services declare that the reward lies between 0 and 1, else reward. Where
-    `algorithm.on_failed_reward` is drop_group, rows_dropped is the number of rows that a reward or cost did not score.
+    The mean is called accuracy where the services declare that the reward lies between 0 and 1, else reward. With
+    several responses to each prompt, pass_at_K is the share of prompts that K responses solve. Where
+    `algorithm.on_failed_reward` is drop_group, rows_dropped is the number of responses that a reward or cost did not
+    score.
 
     Attributes:
         config: Configuration of the run.
@@ -46,20 +50,21 @@ class PolicyEvaluation:
     write_samples: Callable[[StepContext | None, list[Sample]], None]
 
     def evaluation(self) -> Evaluation:
-        """Returns the `Evaluation` that generates and scores greedy responses, and summarizes them as mean rewards.
-        Calls no service itself."""
-        return Evaluation(self._measure, self._summarize)
+        """Returns the `Evaluation` that generates and scores responses, and summarizes their rewards. Calls no service
+        itself."""
+        return Evaluation(self._measure, self._summarize, self.config.rollout.evaluation.samples)
 
     def _measure(self, prompts: FutureBatch) -> Measured:
-        responses = self.actor.generate_sequences(prompts, greedy=True)
-        scored = self.reward("reward").score_for_eval(prompts | responses)
-        others = {
-            name: self.reward(name).score_for_eval(prompts | responses) for name in self._other_rewards()
-        }
+        rows = prompts.repeat(self.config.rollout.evaluation.samples)
+        shown = self._shown(rows)
+        responses = self.actor.generate_for_eval(rows, return_text=True if len(shown) else None)
+        scored = self.reward("reward").score_for_eval(rows | responses)
+        others = {name: self.reward(name).score_for_eval(rows | responses) for name in self._other_rewards()}
         values = {name: row_scores(other) for name, other in others.items()} | {SCORES: row_scores(scored)}
-        if "source" in prompts:
-            values[SOURCES] = np.asarray(texts_of(prompts, "source"))
-        self._write_samples(prompts, responses, values[SCORES])
+        if "source" in rows:
+            values[SOURCES] = np.asarray(texts_of(rows, "source"))
+        if len(shown):
+            self._write_samples((rows | responses).take(shown), values[SCORES][shown])
         return values, (responses | scored, *others.values())
 
     def _summarize(self, values: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -67,9 +72,11 @@ class PolicyEvaluation:
         recipes = self.config.recipes("reward")
         shares = {source: is_share(weights, services) for source, weights in recipes.items()}
         scores, sources = values[SCORES], values.get(SOURCES, np.empty(0, str))
-        measured = {_name(all(shares.values())): mean_of_scored(scores)}
+        measured = {_name(all(shares.values())): mean_of_scored(scores)} | self._pass_at_k(scores)
         for source in dict.fromkeys(sources.tolist()):
-            measured[f"{_name(shares[source])}_{source}"] = mean_of_scored(scores[sources == source])
+            found = scores[sources == source]
+            measured[f"{_name(shares[source])}_{source}"] = mean_of_scored(found)
+            measured |= {f"{name}_{source}": value for name, value in self._pass_at_k(found).items()}
         others = {name: each for name, each in values.items() if name not in (SCORES, SOURCES)}
         measured |= {name: mean_of_scored(each) for name, each in others.items()}
         if self.config.algorithm.on_failed_reward == "drop_group":
@@ -91,22 +98,51 @@ class PolicyEvaluation:
         own = {source.reward for source in config.data.all_sources} | {"reward"}
         return [name for name in (*alone, *composed) if name not in own]
 
-    def _write_samples(self, prompts: FutureBatch, responses: FutureBatch, scores: np.ndarray) -> None:
-        """Writes samples for those rows of a batch that are among the first `run.samples` evaluated rows; generates
-        their responses again if `responses` has no text."""
-        column = prompts.result([ROW])[ROW]
+    def _pass_at_k(self, scores: np.ndarray) -> dict[str, float]:
+        """Returns pass_at_K of the scores of responses, those to one prompt side by side [rows], for each power of two
+        up to the number of responses to a prompt, and this number; nothing for one response."""
+        table = self.config.rollout.evaluation
+        if table.samples == 1:
+            return {}
+        scores_PS = scores.reshape(-1, table.samples)
+        solved, scored = np.sum(scores_PS >= table.solved_at, axis=1), np.sum(~np.isnan(scores_PS), axis=1)
+        powers = [2**power for power in range(table.samples.bit_length()) if 2**power < table.samples]
+        return {
+            f"pass_at_{k}": mean_of_scored(pass_at_k(solved, scored, k)) for k in (*powers, table.samples)
+        }
+
+    def _shown(self, rows: FutureBatch) -> np.ndarray:
+        """Returns the positions of the rows of a batch whose responses are shown [shown] int64: the first response to
+        each of the first `run.samples` evaluated rows."""
+        column = rows.result([ROW])[ROW]
         assert isinstance(column, LocalColumn)
-        count = int(np.sum(np.asarray(column.values) < self.config.run.samples))
-        if not count:
-            return
-        first = prompts.take(np.arange(count))
-        if "response" in responses:
-            shown = first | responses.select(["response"]).take(np.arange(count))
-        else:
-            shown = first | self.actor.generate_sequences(first, greedy=True, return_text=True)
+        numbers = np.asarray(column.values)[:: self.config.rollout.evaluation.samples]
+        return self.config.rollout.evaluation.samples * np.flatnonzero(numbers < self.config.run.samples)
+
+    def _write_samples(self, shown: FutureBatch, scores: np.ndarray) -> None:
+        """Writes rows with columns prompt, response and ground_truth, and their scores [rows], as samples."""
         columns = [texts_of(shown, name) for name in ("prompt", "response", "ground_truth")]
-        rows = zip(*columns, scores[:count].tolist(), strict=True)
-        self.write_samples(prompts.step, [Sample(*row) for row in rows])
+        rows = zip(*columns, scores.tolist(), strict=True)
+        self.write_samples(shown.step, [Sample(*row) for row in rows])
+
+
+def pass_at_k(solved: np.ndarray, scored: np.ndarray, k: int) -> np.ndarray:
+    """Estimates for each prompt the probability that at least one of k responses solves it, without bias (Chen et al.
+    2021, arXiv 2107.03374, equation 1): 1 - C(n - c, k) / C(n, k).
+
+    Args:
+        solved: Number c of responses that solve each prompt [prompts] int64.
+        scored: Number n of responses to each prompt that were scored [prompts] int64.
+        k: Number of attempts.
+
+    Returns:
+        Probabilities [prompts] float64; NaN for a prompt with fewer than k responses that were scored.
+    """
+    estimates = [
+        1 - math.comb(n - c, k) / math.comb(n, k) if n >= k else math.nan
+        for c, n in zip(solved.tolist(), scored.tolist(), strict=True)
+    ]
+    return np.array(estimates, np.float64)
 
 
 def is_share(weights: Mapping[str, float], services: Mapping[str, worker_pb2.DescribeResponse]) -> bool:

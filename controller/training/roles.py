@@ -8,6 +8,7 @@ from functools import partial
 
 from client.session import StepContext
 from controller.config.config import Config
+from controller.config.rollout import EvaluationTable, RolloutTable
 from controller.role_groups.chunks import ChunkedColumn, chunk_sizes
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
@@ -21,11 +22,12 @@ from controller.role_groups.roles import (
     ValuesGroup,
 )
 from controller.role_groups.weights import sync_weights
-from controller.training.episodes import EpisodePlayer
+from controller.training.episodes import EpisodePlayer, rows_that_ended
 from controller.training.losses import policy_loss, value_loss
 from controller.training.parity import DriftCheck
 from controller.training.scoring import groups_of
 from controller.training.staleness import with_version
+from rlhf.errors import InvalidRequest
 from rlhf.v1 import actor_pb2
 
 
@@ -75,23 +77,42 @@ class Rollout:
             sampled token.
         """
         rollout = self._config.rollout
-        sampling = actor_pb2.Sampling(
+        sampling = self._sampling(rollout, greedy=greedy)
+        if greedy:  # a baseline, which is of one version
+            return self._generate(prompts, sampling, return_text)
+        if rollout.chunks > 1 and not self._player:
+            prompts = prompts.in_chunks(chunk_sizes(groups_of(prompts), rollout.chunks))
+        return self._generate(prompts, sampling, return_text, rollout.segments)
+
+    def generate_for_eval(self, prompts: FutureBatch, *, return_text: bool | None = None) -> FutureBatch:
+        """Generates one response to each row of column prompt as `rollout.evaluation` says, with weights of one
+        version; else as `generate_sequences`."""
+        table = self._config.rollout.evaluation
+        return self._generate(prompts, self._sampling(table, greedy=table.is_greedy), return_text)
+
+    def _sampling(self, table: RolloutTable | EvaluationTable, *, greedy: bool) -> actor_pb2.Sampling:
+        rollout = self._config.rollout
+        return actor_pb2.Sampling(
             greedy=greedy,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
+            temperature=table.temperature,
+            top_k=table.top_k,
+            top_p=table.top_p,
             max_new_tokens=rollout.max_response_tokens,
             stop=rollout.stop,
         )
+
+    def _generate(
+        self,
+        prompts: FutureBatch,
+        sampling: actor_pb2.Sampling,
+        return_text: bool | None,
+        segments: int = 1,
+    ) -> FutureBatch:
         with_text = self._returns_text if return_text is None else return_text
         if self._player:
             made = self._player.play(prompts, partial(self._generate_turn, sampling, return_text=with_text))
-            return with_version(made) if self._config.run.ahead else made
-        # A greedy response is a baseline or an evaluation, which is of one version.
-        segments = 1 if greedy else rollout.segments
-        if rollout.chunks > 1 and not greedy:
-            prompts = prompts.in_chunks(chunk_sizes(groups_of(prompts), rollout.chunks))
-        made = self.group.generate_sequences(prompts, sampling, return_text=with_text, segments=segments)
+        else:
+            made = self.group.generate_sequences(prompts, sampling, return_text=with_text, segments=segments)
         return with_version(made) if self._config.run.ahead else made
 
     def _generate_turn(
@@ -155,9 +176,15 @@ class Actor(Rollout):
     def update_actor(self, batch: FutureBatch, mini_batches: int = 0) -> FutureBatch:
         """Updates the policy by the loss of `[algorithm]`, in `epochs` passes over the batch in `mini_batches`
         mini-batches (default: see `Config.mini_batches`). Columns that this loss does not read are not sent. Where
-        advantages are in chunks and the loss adds up by rows, gradients of a chunk begin when it is there. Returns no
-        columns."""
+        advantages are in chunks and the loss adds up by rows, gradients of a chunk begin when it is there. With
+        `on_truncated` drop, waits for the responses and trains on those that ended. Returns no columns.
+
+        Raises:
+            InvalidRequest: With `on_truncated` drop, no response ended.
+        """
         config, algorithm = self._config, self._config.algorithm
+        if algorithm.on_truncated == "drop":
+            batch = self._that_ended(batch)
         loss = policy_loss(config, with_texts="pretrain_text" in batch)
         unused = {
             "ref_log_probs": not algorithm.kl_loss_coefficient,
@@ -170,6 +197,17 @@ class Actor(Rollout):
         early = algorithm.adds_up_by_rows and isinstance(batch.columns.get("advantages"), ChunkedColumn)
         updated = self._group.update_actor(batch, loss, schedule, config.rollout.temperature, early=early)
         return _synced(updated, self._group, self._receivers, self._step_of(batch))
+
+    def _that_ended(self, batch: FutureBatch) -> FutureBatch:
+        """Waits for the responses and returns the rows whose response ended; raises InvalidRequest where none did."""
+        most = self._config.rollout.max_response_tokens
+        rows = rows_that_ended(batch, most)
+        if not len(rows):
+            raise InvalidRequest(
+                f"step {self._step_of(batch).number}: all {batch.rows} responses were cut off, and none is left to "
+                f"train on: raise rollout.max_response_tokens ({most}), or set algorithm.on_truncated to train"
+            )
+        return batch.take(rows) if len(rows) < batch.rows else batch
 
     def compute_loss(self, texts: FutureBatch) -> FutureBatch:
         """Measures the policy on texts, as in Figure 6 of HybridFlow. It only measures: to train on texts, give

@@ -196,7 +196,7 @@ class Run:
         after its checkpoint, without an evaluation before it.
 
         Args:
-            evaluation: Measures the held-out rows. Default: the mean reward of greedy responses to them.
+            evaluation: Measures the held-out rows. Default: `policy_evaluation`.
 
         Raises:
             InvalidRequest: The algorithm did not call `Step.finish`.
@@ -217,20 +217,20 @@ class Run:
             self._checkpointer.begin(state.to_json)
         yield from self._loop.steps(evaluation)
 
-    def evaluate(self, evaluation: Evaluation | None = None, batch_rows: int = 0) -> dict[str, float]:
+    def evaluate(self, evaluation: Evaluation | None = None) -> dict[str, float]:
         """Measures the held-out rows outside of `steps`, and returns the metrics, with prefix evaluation/. In the loop
         over the steps, call it after `Step.finish`: it frees the rows of the step, which later calls cannot read then.
 
         Args:
             evaluation: Measures the rows. Default: as for `steps`.
-            batch_rows: Maximum number of rows in a batch. Default: run.evaluation_rows.
         """
         newest = self._cluster.session.newest
         newest.reached(AFTER_UPDATES)
-        return self._evaluator.evaluate(newest, evaluation or self.policy_evaluation(), batch_rows)
+        return self._evaluator.evaluate(newest, evaluation or self.policy_evaluation())
 
     def policy_evaluation(self) -> Evaluation:
-        """Returns the default `Evaluation`: the mean reward of greedy responses, which needs a service reward."""
+        """Returns the default `Evaluation`: the mean reward of responses as `rollout.evaluation` samples them, which
+        needs a service reward."""
 
         def write(step: StepContext | None, samples: list[Sample]) -> None:
             self.recorder.samples(self._cluster.session.step_of(step).number, samples)

@@ -160,12 +160,14 @@ def test_a_checkpoint_is_evaluated_as_the_run_has_done(
 ) -> None:
     place, last = CheckpointStore(stopped).place(1), read_metrics(stopped)[-1]
     settings = (f"run.directory='{tmp_path}'",)
-    measured = dict(evaluate(place, settings=settings, samples=3, solved_at=0.5).summary)
+    measured = dict(evaluate(place, settings=settings).summary)
     printed = capsys.readouterr().out
     assert "held-out" in printed
     assert "step 0/" not in printed
     names = [name.removeprefix("evaluation/") for name in last if name.startswith("evaluation/")]
-    assert {name: measured[name] for name in names} == {name: last[f"evaluation/{name}"] for name in names}
+    assert measured == {name: last[f"evaluation/{name}"] for name in names}
+    sampled = [f"rollout.evaluation.{each}" for each in ("samples=3", "temperature=1", "solved_at=0.5")]
+    measured = dict(evaluate(place, settings=(*settings, *sampled)).summary)
     assert 0 <= measured["pass_at_1"] <= measured["pass_at_2"] <= measured["pass_at_3"] <= 1
     config = write_config(cluster.config, tmp_path / "run.toml")
     with pytest.raises(ConfigError, match=r"services.actor: .* was started with another config: model is"):

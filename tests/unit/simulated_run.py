@@ -296,6 +296,7 @@ class Notes:
     def __init__(self) -> None:
         self.metrics: dict[int, dict[str, float]] = {}
         self.records: list[tuple[int, Any]] = []
+        self.samples_of: list[tuple[int, Any]] = []
         self.path = Path()
 
     @property
@@ -311,7 +312,8 @@ class Notes:
     def calls(self, step: int, records: list[Any], rows: int = 0) -> None:
         self.records += [(step, record) for record in records]
 
-    def samples(self, step: int, rows: Any) -> None: ...
+    def samples(self, step: int, rows: Any) -> None:
+        self.samples_of.append((step, rows))
 
 
 class Saver:

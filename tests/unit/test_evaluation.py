@@ -25,8 +25,7 @@ from controller.evaluate import evaluate
 from controller.plan import Plan
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.evaluation import Evaluation, Measured
-from controller.training.pass_at_k import pass_at_k, sampled_evaluation
-from controller.training.policy_evaluation import SCORES, PolicyEvaluation, is_share
+from controller.training.policy_evaluation import SCORES, SOURCES, PolicyEvaluation, is_share, pass_at_k
 from controller.training.run import Run
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
@@ -75,14 +74,19 @@ def test_pass_at_k_is_the_share_of_draws_that_contain_a_right_one(samples: int) 
             assert pass_at_k(np.array([solved]), np.array([samples]), k) == pytest.approx([share])
 
 
+def summarized(config: Config, values: dict[str, np.ndarray]) -> dict[str, float]:
+    """The metrics of measured values, of a reward between 0 and 1."""
+    unused, groups = SimpleNamespace(), {"reward": SimpleNamespace(description=said(0, 1))}
+    evaluation = PolicyEvaluation(config, groups, *(unused,) * 3)  # type: ignore[arg-type]
+    return evaluation.evaluation().summarize(values)
+
+
 @pytest.mark.parametrize(("policy", "dropped"), [("stop", None), ("drop_group", 3.0)])
 def test_rows_that_a_reward_or_a_cost_did_not_score_are_counted(policy: str, dropped: float | None) -> None:
-    nan, unused = math.nan, SimpleNamespace()
+    nan = math.nan
     config = load(QUICKSTARTS / "quickstart.toml", (f"algorithm.on_failed_reward='{policy}'",))
-    groups: Any = {"reward": SimpleNamespace(description=said(0, 1))}
-    made: Any = PolicyEvaluation(config, groups, *(unused,) * 3)  # type: ignore[arg-type]
     scores, costs = np.array([1.0, nan, nan, 0.0]), np.array([nan, nan, 2.0, 4.0])
-    found = made.evaluation().summarize({SCORES: scores, "cost": costs})
+    found = summarized(config, {SCORES: scores, "cost": costs})
     assert found.pop("rows_dropped", None) == dropped
     assert found == {"accuracy": 0.5, "cost": 3.0}
 
@@ -91,17 +95,77 @@ def test_responses_that_were_not_scored_are_not_wrong() -> None:
     """Of two prompts with four responses each, one right response and three without a score, and all right but one."""
     nan = math.nan
     scores = np.array([1.0, nan, nan, nan, 1.0, 1.0, 0.0, 1.0])
-    actor: Any = SimpleNamespace(generate_sequences=lambda rows: FutureBatch.of(response=np.zeros(rows.rows)))
-    reward: Any = SimpleNamespace(score_for_eval=lambda batch: FutureBatch.of(rewards=scores))
-    evaluation = sampled_evaluation(actor, reward, samples=4, solved_at=1.0)
-    values, _ = evaluation.measure(FutureBatch.of(prompt=["a", "b"]))
-    assert evaluation.summarize(values) == {
-        "sampled_reward": 0.8,
+    sampled = ("rollout.evaluation.samples=4", "rollout.evaluation.temperature=1")
+    config = load(QUICKSTARTS / "quickstart.toml", (*sampled, "algorithm.on_failed_reward='drop_group'"))
+    assert summarized(config, {SCORES: scores}) == {
+        "accuracy": 0.8,
         "pass_at_1": (1 + 3 / 4) / 2,
         "pass_at_2": 1.0,  # of the second prompt alone
         "pass_at_4": 1.0,
-        "sampled_rows_dropped": 3.0,
+        "rows_dropped": 3.0,
     }
+
+
+def test_each_source_has_its_own_share_of_solved_prompts() -> None:
+    settings = ("samples=3", "temperature=1", "solved_at=0.5")
+    sources = "data.sources=[{path='a.jsonl',name='easy',heldout_rows=2},{path='b.jsonl',name='hard',heldout_rows=1}]"
+    config = load(
+        QUICKSTARTS / "quickstart.toml",
+        ("data.train=''", "data.heldout=''", sources, *(f"rollout.evaluation.{each}" for each in settings)),
+    )
+    scores = np.array([0.5, 0, 0, 1, 1, 0, 0, 0, 0])
+    found = summarized(config, {SCORES: scores, SOURCES: np.repeat(["easy", "easy", "hard"], 3)})
+    assert found["accuracy_easy"] == pytest.approx(2.5 / 6)
+    assert found["pass_at_1_easy"] == pytest.approx(1 / 2)
+    assert found["pass_at_2_easy"] == pytest.approx((2 / 3 + 1) / 2)
+    assert [found[f"pass_at_3{end}"] for end in ("", "_easy", "_hard")] == [pytest.approx(2 / 3), 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            ("samples=2",),
+            "temperature: 0 takes the most probable token; samples, top_k and top_p need one above 0",
+        ),
+        (("top_p=0.9",), "temperature: 0 takes the most probable token"),
+        (("top_k=5",), "temperature: 0 takes the most probable token"),
+        (("temperature=1e-9",), "temperature: 0, or at least 1e-06"),
+    ],
+)
+def test_options_of_sampling_need_a_temperature(settings: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(QUICKSTARTS / "quickstart.toml", tuple(f"rollout.evaluation.{each}" for each in settings))
+
+
+def test_the_temperature_is_one_that_the_engine_samples_at() -> None:
+    settings = ("services.actor.rollout_engine='vllm'", "rollout.evaluation.temperature=0.001")
+    with pytest.raises(
+        ConfigError, match=r"rollout\.evaluation\.temperature: .*services.actor samples at .* from 0.01"
+    ):
+        load(QUICKSTARTS / "quickstart.toml", settings)
+
+
+def test_held_out_prompts_are_sampled_in_batches_of_whole_prompts(tmp_path: Path) -> None:
+    """Twelve prompts with three responses each in batches of at most eight; the first response to each of the first
+    three prompts is shown."""
+    sampled = ("rollout.evaluation.samples=3", "rollout.evaluation.temperature=0.7")
+    run = simulate(tmp_path, "grpo", "run.steps=1", "run.evaluation_rows=8", "run.samples=3", *sampled)
+    made = [entry.rows for entry in run.log if (entry.method, entry.step) == ("generate_sequences", 0)]
+    assert [len(rows) for rows in made] == [6] * 6
+    assert all(len(set(rows)) == len(rows) for rows in made)
+    shown = [sample for step, rows in run.notes.samples_of for sample in rows if step == 0]
+    assert [sample.prompt for sample in shown] == ["heldout 0", "heldout 1", "heldout 2"]
+
+
+def test_an_evaluation_of_distill_has_as_many_responses_in_a_batch(tmp_path: Path) -> None:
+    sampled = ("rollout.evaluation.samples=3", "rollout.evaluation.temperature=0.7")
+    run = simulate(tmp_path, "distill", "run.steps=1", "run.evaluation_rows=8", *sampled)
+    made = [len(each.rows) for each in run.log if (each.method, each.step) == ("generate_sequences", 0)]
+    assert sorted(made) == [2] * 6 + [6] * 6
+    assert {"evaluation/pass_at_1", "evaluation/pass_at_3", "evaluation/reverse_kl"} <= run.notes.metrics[
+        0
+    ].keys()
 
 
 def test_numbers_of_any_type_are_those_of_a_run_that_is_resumed(tmp_path: Path) -> None:

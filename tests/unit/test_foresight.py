@@ -59,6 +59,15 @@ def test_the_greedy_responses_of_remax_count() -> None:
     assert further("remax", "quickstart") == {"actor": GENERATED_MB, "reference": 0}
 
 
+def test_all_responses_to_a_prompt_are_in_one_batch_of_an_evaluation() -> None:
+    sampled = ("rollout.evaluation.temperature=1", "rollout.evaluation.samples=65536")
+    few, many = (
+        arena_mb_needed(load(QUICKSTART, ("run.evaluation_rows=1", *settings)), 256)
+        for settings in ((), sampled)
+    )
+    assert many["actor"] > 30 * few["actor"]
+
+
 def test_an_evaluation_of_distill_keeps_two_responses_where_a_reward_scores_one() -> None:
     ranks, rows = ("services.actor.ranks=2",), ("data.prompts_per_step=128", "run.evaluation_rows=8192")
     assert further("distill", "distill", *ranks, *rows)["actor"] == GENERATED_MB

@@ -1,0 +1,77 @@
+"""With `algorithm.on_truncated` drop the policy is not trained on responses that were cut off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from unit.simulated_run import Simulation, simulate
+
+from controller.algorithms import find_algorithm
+from controller.config.config import load
+from controller.role_groups.dataflow import FutureBatch
+from controller.training.episodes import FINISHED, rows_that_ended
+from nccl_transfer.refs.columns import Jagged
+from rlhf.errors import ConfigError, InvalidRequest
+
+DROP = "algorithm.on_truncated='drop'"
+QUICKSTARTS = Path(__file__).parents[2] / "deploy" / "quickstart"
+
+
+def lengths(run: Simulation, method: str) -> list[list[int]]:
+    """Tokens of each row that a method was called with, by call."""
+    return [[len(row) // 8 for row in entry.rows] for entry in run.log if entry.method == method]
+
+
+@pytest.mark.parametrize(
+    "settings", [(), ("run.ahead=1",), ("rollout.chunks=2",)], ids=["", "ahead", "chunks"]
+)
+def test_the_policy_learns_from_the_others_and_the_critic_from_all(
+    tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    run = simulate(tmp_path, "ppo", "run.steps=2", "rollout.max_response_tokens=4", DROP, *settings)
+    learned, valued = lengths(run, "update_actor"), lengths(run, "update_critic")
+    assert [sorted(set(rows)) for rows in valued] == [[2, 3, 4]] * 2
+    assert [sorted(rows) for rows in learned] == [sorted(n for n in rows if n < 4) for rows in valued]
+
+
+def test_baselines_are_those_of_all_responses(tmp_path: Path) -> None:
+    every, ended = (
+        simulate(tmp_path, "grpo", "run.steps=1", "rollout.max_response_tokens=4", *settings)
+        for settings in ((), (DROP,))
+    )
+    assert ended.notes.metrics[1]["score/mean"] == every.notes.metrics[1]["score/mean"]
+    assert ended.notes.metrics[1]["group/same_score"] == every.notes.metrics[1]["group/same_score"]
+
+
+def test_all_are_trained_on_where_none_was_cut_off(tmp_path: Path) -> None:
+    every, ended = (
+        simulate(tmp_path, "grpo", "run.steps=2", "rollout.max_response_tokens=5", *settings)
+        for settings in ((), (DROP,))
+    )
+    assert ended.log == every.log
+    assert ended.states() == every.states()
+
+
+def test_a_step_without_a_response_that_ended_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"step 1: all 8 responses were cut off, and none is left to train on"
+    ):
+        simulate(tmp_path, "grpo", "rollout.max_response_tokens=2", DROP)
+
+
+def test_an_episode_ends_with_its_last_turn() -> None:
+    ids = Jagged(np.arange(9), np.array([4, 2, 3]))
+    batch = FutureBatch.of(response_ids=ids)
+    assert rows_that_ended(batch, 4).tolist() == [1, 2]
+    assert rows_that_ended(batch | FutureBatch.of(**{FINISHED: np.array([1.0, 0.0, 1.0])}), 4).tolist() == [
+        0,
+        2,
+    ]
+
+
+def test_an_algorithm_that_generates_nothing_has_no_such_key() -> None:
+    found = find_algorithm("sft")
+    with pytest.raises(ConfigError, match="on_truncated"):
+        found.configure(load(QUICKSTARTS / f"{found.quickstart}.toml", (DROP,)))
