@@ -17,7 +17,7 @@ from controller.config.algorithm import AlgorithmTable
 from controller.config.checkpoint import CheckpointTable
 from controller.config.config import Config
 from controller.config.data import NOWHERE, DataTable, SourceTable
-from controller.config.rollout import EnvironmentTable, RolloutTable
+from controller.config.rollout import EnvironmentTable, EvaluationTable, RolloutTable
 from controller.config.run import RunTable
 from controller.config.tracking import TrackingTable
 from controller.training.algorithm import NoOptions
@@ -37,6 +37,7 @@ TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[[data.sources]]", SourceTable),
     ("[rollout]", RolloutTable),
     ("[rollout.environment]", EnvironmentTable),
+    ("[rollout.evaluation]", EvaluationTable),
     ("[algorithm]", AlgorithmTable),
     ("[security]", SecurityTable),
     ("[checkpoint]", CheckpointTable),
