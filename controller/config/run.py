@@ -42,8 +42,8 @@ class RunTable(Strict):
     """Number of steps between evaluations on the held-out prompts. The run also evaluates before the first step and
     after the last. 0: only then."""
     evaluation_rows: Positive = 1024
-    """Maximum number of held-out rows in a batch of an evaluation; the rows of one batch are freed before the
-    next."""
+    """Maximum number of rows in a batch of an evaluation, one for each response, with all responses to a held-out
+    prompt in one batch; the rows of one batch are freed before the next."""
     samples: int = Field(default=8, ge=0)
     """Number of sample responses written to samples.jsonl at each evaluation."""
     verify_every: int = Field(default=0, ge=0)

@@ -662,6 +662,7 @@ class TestFacts:
             ("run.steps", 100),
             ("run.epochs", 3),
             ("run.evaluate_every", 3),
+            ("rollout.evaluation.temperature", 0.5),
             ("checkpoint.keep", 5),
             ("services.actor.address", "127.0.0.1:9999"),
             ("services.actor.pool", "first"),

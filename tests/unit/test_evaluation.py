@@ -158,6 +158,17 @@ def test_held_out_prompts_are_sampled_in_batches_of_whole_prompts(tmp_path: Path
     assert [sample.prompt for sample in shown] == ["heldout 0", "heldout 1", "heldout 2"]
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("name", ["ppo", "dapo"])
+def test_training_is_the_same_however_held_out_prompts_are_sampled(
+    tmp_path: Path, name: str, ahead: int
+) -> None:
+    sampled = ("rollout.evaluation.samples=3", "rollout.evaluation.temperature=0.7")
+    greedy, other = (simulate(tmp_path, name, f"run.ahead={ahead}", *settings) for settings in ((), sampled))
+    assert other.states() == greedy.states()
+    assert "evaluation/pass_at_3" in other.notes.metrics[0]
+
+
 def test_an_evaluation_of_distill_has_as_many_responses_in_a_batch(tmp_path: Path) -> None:
     sampled = ("rollout.evaluation.samples=3", "rollout.evaluation.temperature=0.7")
     run = simulate(tmp_path, "distill", "run.steps=1", "run.evaluation_rows=8", *sampled)

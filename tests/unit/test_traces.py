@@ -102,6 +102,13 @@ def test_each_chunk_of_a_call_is_a_span(monkeypatch: pytest.MonkeyPatch) -> None
     assert sorted(span.attributes["rlhf.chunk"] for span in calls) == [0, 1]
 
 
+def test_the_spans_of_a_large_step_all_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the SDK lets wait by default, 2,048."""
+    with grpc_collector() as collector:
+        assert traced(collector, monkeypatch, *[generated()] * 4000) == []
+    assert len(collector.spans) == 1 + 3 * 4000
+
+
 def test_an_evaluation_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with grpc_collector() as collector:
         traced(collector, monkeypatch, generated(), rows=0)
