@@ -31,10 +31,12 @@ class Span:
 
 @dataclass
 class Collector:
-    """The spans that have arrived, and the address, as OTEL_EXPORTER_OTLP_ENDPOINT."""
+    """The spans that have arrived, and the address, as OTEL_EXPORTER_OTLP_ENDPOINT. While `is_reading` is not set, the
+    gRPC collector answers no request, for 10 s at most."""
 
     endpoint: str = ""
     spans: list[Span] = field(default_factory=list)
+    is_reading: threading.Event = field(default_factory=threading.Event)
 
     def take(self, request: Any) -> None:
         """Keeps the spans of an ExportTraceServiceRequest."""
@@ -55,9 +57,11 @@ def values(attributes: Any) -> dict[str, Any]:
 def grpc_collector() -> Iterator[Collector]:
     """Context manager of a collector that serves gRPC."""
     collector = Collector()
+    collector.is_reading.set()
 
     class Servicer(trace_service_pb2_grpc.TraceServiceServicer):
         def Export(self, request: Any, context: Any) -> Any:
+            collector.is_reading.wait(10)
             collector.take(request)
             return trace_service_pb2.ExportTraceServiceResponse()
 
