@@ -140,9 +140,9 @@ class SimulatedRun(Run):
         """Iterates over the training steps; see `Run.steps`."""
         return super().steps(NOTHING)
 
-    def evaluate(self, evaluation: Evaluation | None = None, batch_rows: int = 0) -> dict[str, float]:
+    def evaluate(self, evaluation: Evaluation | None = None) -> dict[str, float]:
         """Measures nothing."""
-        return super().evaluate(NOTHING, batch_rows)
+        return super().evaluate(NOTHING)
 
     def fetch(self, batch: FutureBatch, *names: str) -> dict[str, Any]:
         """Waits for columns and returns made-up values of them, by name."""

@@ -99,6 +99,19 @@ def test_times_of_steps_add_up_to_the_run_where_evaluations_overlap(monkeypatch:
     assert sum(metrics["time/step_s"] for metrics in trace.metrics) == pytest.approx(ended - began)
 
 
+def test_an_algorithm_may_evaluate_in_its_loop() -> None:
+    ppo, found = find_algorithm("ppo"), list[dict[str, float]]()
+
+    def evaluates(run: Run) -> None:
+        found.append(run.evaluate())
+        ppo.function(run)
+
+    durations, algorithm = Durations(CallTimes(SECONDS)), replace(ppo, function=evaluates)
+    trace = simulate_run(configured("ppo"), algorithm, durations, PROMPTS, RESPONSES, 2)
+    assert len(trace.metrics) == 2
+    assert [name for name in found[0] if name.startswith("evaluation/")] == []
+
+
 def test_services_that_share_devices_take_turns() -> None:
     shared = (
         'pools={one=["a","b"]}',
