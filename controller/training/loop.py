@@ -112,6 +112,7 @@ class StepLoop:
     def steps(self, evaluation: Evaluation) -> Iterator[Step]:
         """Iterates over the steps after that of `state`; see `Run.steps`."""
         self._thread = threading.get_ident()
+        self._evaluator.is_recorded = True
         try:
             for number in range(self._state.step + 1, 1 if self._state.is_ended else self._table.steps + 1):
                 while len(self._open) > self._overlap(number):
