@@ -211,16 +211,13 @@ def _prompt_source(
 ) -> PromptSource:
     name = table.label if config.data.sources else ""
     services = {service: config.services.get(service) for service in config.weights_of(table.reward)}
-    graders = [
-        service
-        for service, each in services.items()
-        if isinstance(each, RewardTable) and each.needs_ground_truth
-    ]
-    graded_by = graders[0] if graders else ""
+    rewards = {name: each for name, each in services.items() if isinstance(each, RewardTable)}
+    graded_by = next((service for service, each in rewards.items() if each.needs_ground_truth), "")
+    tested_by = next((service for service, each in rewards.items() if each.needs_tests), "")
     form = PromptForm(
         render,
         config.data.chat,
         config.data.system if table.system is None else table.system,
         config.data.template if table.template is None else table.template,
     )
-    return PromptSource(rows, form, name, columns, table.columns, graded_by)
+    return PromptSource(rows, form, name, columns, table.columns, graded_by, tested_by)
