@@ -11,6 +11,7 @@ from controller.data.conversations import with_turns
 from controller.data.malformed import MalformedRow, fields_of
 from controller.data.prompt_form import PromptForm
 from controller.data.readers import RowReader
+from controller.data.response_end import RESPONSE_END
 from controller.data.text_files import Row
 from rlhf.errors import ConfigError
 from rlhf.plugins import nearest
@@ -27,7 +28,8 @@ class Prompt:
         text: The prompt, as text.
         ground_truth: The right answer; empty where the row has none.
         metadata: All further fields of the row, as a JSON object.
-        texts: Texts beside the prompt that the algorithm reads, such as response, by name.
+        texts: Texts beside the prompt that the algorithm reads, such as response, by name; and `RESPONSE_END` of a row
+            with such texts whose prompt is a conversation, where the EOS token of the tokenizer does not end it.
         source: Name of the row's source where the run has several; else empty.
     """
 
@@ -86,11 +88,14 @@ class PromptSource:
         """
         try:
             fields = self._fields(self._rows[row])
-            text = self._form.text(self._form.prepare(fields["prompt"]), fields["prompt"])
+            prepared = self._form.prepare(fields["prompt"])
+            text = self._form.text(prepared, fields["prompt"])
         except MalformedRow as error:
             raise ConfigError(f"{self.where(row)}: {error}") from None
         rest = {n: v for n, v in fields.items() if n not in ("prompt", "ground_truth", *self._columns)}
         texts = {name: fields[name] for name in self._columns}
+        if self._columns and isinstance(prepared, list) and (end := self._form.end()):
+            texts[RESPONSE_END] = end
         return Prompt(text, _ground_truth(fields), json.dumps(rest), texts, self.name)
 
     def where(self, row: int) -> str:
