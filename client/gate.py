@@ -15,23 +15,23 @@ class Gate:
     Args:
         before: Function that is called with False before a call is held back, and, before the algorithm waits for a
             result of the step, with whether the result depends on calls that are held back. It may open this gate and
-            other gates.
+            other gates. Returns the longest time to wait, in seconds; None: no limit.
 
     Attributes:
         is_open: Whether new calls begin at once.
     """
 
-    def __init__(self, before: Callable[[bool], None]) -> None:
+    def __init__(self, before: Callable[[bool], float | None]) -> None:
         self.is_open = False
         self._before = before
         self._kept: deque[tuple[Callable[[], None], Future[Any]]] = deque()
         self._lock = threading.RLock()
 
-    def reached(self, *, needs_kept: bool) -> None:
-        """Calls `before` with `needs_kept`, unless the gate is open. To be called before the algorithm waits for a
-        result of the step or makes a call that is held back."""
-        if not self.is_open:
-            self._before(needs_kept)
+    def reached(self, *, needs_kept: bool) -> float | None:
+        """Calls `before` with `needs_kept`, unless the gate is open, and returns the longest time to wait, in seconds;
+        None: no limit. To be called before the algorithm waits for a result of the step or makes a call that is held
+        back."""
+        return None if self.is_open else self._before(needs_kept)
 
     def keep(self, begin: Callable[[], None], result: Future[Any]) -> None:
         """Holds back a call, or begins it if the gate is open.

@@ -46,6 +46,11 @@ def steady_unix_s() -> float:
     return _MONOTONIC_BEGAN_S + time.monotonic()
 
 
+def works_for_a_step() -> bool:
+    """Returns whether the calling thread works for one step; see `StepContext.on_thread`."""
+    return getattr(_of_thread, "step", None) is not None
+
+
 class StepContext:
     """A training step and the calls made in it. The random numbers of a call depend on the number of the step and on
     the ordinal of the call in it, and rows are freed with their step, so several steps may be under way. Thread-safe.
@@ -91,12 +96,13 @@ class StepContext:
             return self.segment_gates[lateness - 1]
         return self.gate if lateness == AFTER_UPDATES else None
 
-    def reached(self, lateness: int) -> None:
-        """Notifies the gates before the algorithm waits for a result of this lateness; see `gate_of`."""
-        for gate in self.segment_gates[:lateness]:
-            gate.reached(needs_kept=True)
+    def reached(self, lateness: int) -> float | None:
+        """Notifies the gates before the algorithm waits for a result of this lateness; see `gate_of`. Returns the
+        longest time to wait, in seconds; None: no limit, as for a result that is not held back."""
+        limits = [gate.reached(needs_kept=True) for gate in self.segment_gates[:lateness]]
         if self.gate:
-            self.gate.reached(needs_kept=lateness == AFTER_UPDATES)
+            limits.append(self.gate.reached(needs_kept=lateness == AFTER_UPDATES))
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @contextmanager
     def on_thread(self) -> Iterator[None]:

@@ -269,7 +269,7 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
         click.echo(f"data: {len(train)} train and {len(heldout)} held-out rows", err=True)
         if line := steps_of_epochs(config, len(train)):
             click.echo(line, err=True)
-        for line in () if algorithm.columns else messages_without_end(config, plan.data):
+        for line in messages_without_end(config, plan.data, algorithm.columns):
             click.echo(f"warning: {line}", err=True)
     else:
         config = algorithm.configure(config)

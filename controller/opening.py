@@ -302,7 +302,7 @@ def _data_lines(plan: Plan, config: Config, limit: Limit | None, cluster: Cluste
         prompts_left_out(plan.data, limit),
         responses_cut(config, plan.data, plan.algorithm.columns),
         *responses_without_end(config, plan.algorithm.columns, cluster.descriptions),
-        *(() if plan.algorithm.columns else messages_without_end(config, plan.data)),
+        *messages_without_end(config, plan.data, plan.algorithm.columns),
     )
     return [line for line in lines if line]
 

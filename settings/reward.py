@@ -12,12 +12,13 @@ from settings.endpoints import HttpTable, JudgeTable
 from settings.engines import Spec, ZeroTable, training_engine
 from settings.hub import local_directory
 from settings.model import OptimizerTable
+from settings.reward_options import OPTIONS, check_options
 from settings.service import ServiceTable
 from settings.strict import Positive, Seconds, Strict
 
 CHECKS_ANSWERS = frozenset({"exact_match", "gsm8k", "math"})
 """Names of the reward functions that compare a response with the ground truth of its row."""
-BUILT_IN = CHECKS_ANSWERS | {"environment", "format", "length"}
+BUILT_IN = frozenset(OPTIONS)
 """Names of the reward functions of this package."""
 
 
@@ -126,6 +127,11 @@ class RewardTable(ServiceTable):
         return self.kind == "function" and self.function in CHECKS_ANSWERS and not self.external
 
     @property
+    def needs_tests(self) -> bool:
+        """Whether every row that the service scores needs tests of its program (docs/sandbox.md)."""
+        return self.kind == "sandbox" and not self.external
+
+    @property
     def has_engine(self) -> bool:
         """Whether a training engine has the model: it is sharded, or it learns."""
         return self.kind == "model" and (self.sharded or self.optimizer is not None)
@@ -155,6 +161,8 @@ class RewardTable(ServiceTable):
                 f"function: {self.function!r} is unknown{nearest(self.function, known)}; known: {', '.join(known)}, "
                 "or module:function"
             )
+        if self.kind == "function":
+            check_options(self.function, self.options)
         if self.kind == "model" and self.model is None:
             raise ValueError("kind model needs model, the directory of a model or its name on the hub")
         if self.kind == "http" and not self.http.urls:

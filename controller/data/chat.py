@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -95,12 +95,29 @@ class Chat:
             ConfigError: The model has no chat template or tokenizer, or the template cannot render a conversation of
                 two messages.
         """
-        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
-        end = self._rendered(begun, is_open=False).partition(SAID)[2]
+        end = self._after_message()
         special = [
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
         ]
         return sorted((token for token in special if token in end), key=end.index)
+
+    def end_of_response(self, eos_ids: Set[int]) -> str:
+        """Returns the text that ends a response as the template ends the content of a message of the assistant: up to
+        the first special token that is an EOS token, at which generation stops, or else up to the first special token.
+        Empty where the template ends messages without one. Raises ConfigError as `ends_of_message`.
+
+        Args:
+            eos_ids: Ids of the EOS tokens of the model.
+        """
+        tokens = self.ends_of_message()
+        last = next((token for token in tokens if self.token_id(token) in eos_ids), next(iter(tokens), ""))
+        before, _, _ = self._after_message().partition(last) if last else ("", "", "")
+        return before + last
+
+    def _after_message(self) -> str:
+        """Renders what follows the content of a message of the assistant that is the last of a conversation."""
+        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
+        return self._rendered(begun, is_open=False).partition(SAID)[2]
 
     @property
     def eos_token(self) -> str:

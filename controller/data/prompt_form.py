@@ -33,12 +33,15 @@ class PromptForm:
 
     Attributes:
         render: Function that renders conversations.
+        end: Function that returns the text with which the chat template ends a response to a conversation; empty: the
+            EOS token of the tokenizer ends it.
         chat: Whether a prompt that is a text becomes a conversation, as one message of the user.
         system: System message that begins conversations without one; empty: none.
         template: Text around the question, whose place is `{prompt}`; empty: the question alone.
     """
 
     render: Render = no_template
+    end: Callable[[], str] = str
     chat: bool = False
     system: str = ""
     template: str = ""

@@ -11,6 +11,7 @@ from controller.data.conversations import with_turns
 from controller.data.malformed import MalformedRow, fields_of
 from controller.data.prompt_form import PromptForm
 from controller.data.readers import RowReader
+from controller.data.response_end import RESPONSE_END
 from controller.data.text_files import Row
 from rlhf.errors import ConfigError
 from rlhf.plugins import nearest
@@ -27,7 +28,8 @@ class Prompt:
         text: The prompt, as text.
         ground_truth: The right answer; empty where the row has none.
         metadata: All further fields of the row, as a JSON object.
-        texts: Texts beside the prompt that the algorithm reads, such as response, by name.
+        texts: Texts beside the prompt that the algorithm reads, such as response, by name; and `RESPONSE_END` of a row
+            with such texts whose prompt is a conversation, where the EOS token of the tokenizer does not end it.
         source: Name of the row's source where the run has several; else empty.
     """
 
@@ -49,6 +51,8 @@ class PromptSource:
         renamed: Names of fields in the file, by the name that this package uses. Default: the same names.
         graded_by: Name of a service that compares responses with the ground truth of their row, which every row must
             have then; empty: there is no such service.
+        tested_by: Name of a service that runs the program in a response with the tests of its row, which every row must
+            have then; empty: there is no such service.
 
     Attributes:
         name: Value of column `source`.
@@ -63,6 +67,7 @@ class PromptSource:
         columns: Sequence[str] = (),
         renamed: Mapping[str, str] | None = None,
         graded_by: str = "",
+        tested_by: str = "",
     ) -> None:
         self._rows = rows
         self._form = form
@@ -70,7 +75,7 @@ class PromptSource:
         self.name = name
         self._columns = tuple(columns)
         self._renamed = dict(renamed or {})
-        self._graded_by = graded_by
+        self._graded_by, self._tested_by = graded_by, tested_by
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -83,11 +88,14 @@ class PromptSource:
         """
         try:
             fields = self._fields(self._rows[row])
-            text = self._form.text(self._form.prepare(fields["prompt"]), fields["prompt"])
+            prepared = self._form.prepare(fields["prompt"])
+            text = self._form.text(prepared, fields["prompt"])
         except MalformedRow as error:
             raise ConfigError(f"{self.where(row)}: {error}") from None
         rest = {n: v for n, v in fields.items() if n not in ("prompt", "ground_truth", *self._columns)}
         texts = {name: fields[name] for name in self._columns}
+        if self._columns and isinstance(prepared, list) and (end := self._form.end()):
+            texts[RESPONSE_END] = end
         return Prompt(text, _ground_truth(fields), json.dumps(rest), texts, self.name)
 
     def where(self, row: int) -> str:
@@ -125,7 +133,8 @@ class PromptSource:
 
     def _fields(self, row: Row) -> Row:
         """Returns the fields of a row under the names that this package uses, with those of `columns` as texts. Raises
-        MalformedRow where the prompt, a needed text or a needed ground truth is missing; see `with_turns`."""
+        MalformedRow where the prompt, a needed text, a needed ground truth or needed tests are missing; see
+        `with_turns`."""
         if self._renamed:
             ours = {theirs: name for name, theirs in self._renamed.items()}
             hidden = self._renamed.keys() - ours.keys()
@@ -134,6 +143,11 @@ class PromptSource:
         if self._graded_by and not _ground_truth(row).strip():
             raise MalformedRow(
                 f"no ground_truth, with which the service {self._graded_by} compares responses"
+            )
+        if self._tested_by and not _has_tests(row):
+            raise MalformedRow(
+                f"no tests for the service {self._tested_by}: neither a field tests, nor a ground_truth with inputs "
+                "and outputs (docs/sandbox.md)"
             )
         return row
 
@@ -145,6 +159,18 @@ def _ground_truth(row: Row) -> str:
         return _text(row["ground_truth"])
     reward_model = row.get("reward_model")
     return _text(reward_model.get("ground_truth")) if isinstance(reward_model, dict) else ""
+
+
+def _has_tests(row: Row) -> bool:
+    """Whether a row has tests of a program: field tests, or a ground truth with inputs and outputs as in the data of
+    verl. The grader checks what is in them."""
+    if "tests" in row:
+        return bool(row["tests"])
+    try:
+        table = json.loads(_ground_truth(row))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(table, dict) and {"inputs", "outputs"} <= table.keys()
 
 
 def _text(value: Any) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from controller.data.malformed import MalformedRow, check_field, check_text
 from controller.data.prompt_form import NoTokenizer, PromptForm, Render, no_template
 from controller.data.prompt_source import Prompt, PromptSource
 from controller.data.readers import RowReader, open_rows
+from controller.data.response_end import response_end
 from controller.data.splits import split_off
 from controller.data.text_files import Row
 from controller.role_groups.dataflow import FutureBatch
@@ -86,13 +88,14 @@ class PromptData:
 
 
 def columns_of(prompts: Sequence[Prompt]) -> FutureBatch:
-    """Makes a batch of prompts, at least one: columns prompt, ground_truth and metadata, one for each name in the first
-    prompt's `texts`, and source unless it is empty there. Every other prompt must have texts of the same names."""
+    """Makes a batch of prompts, at least one: columns prompt, ground_truth and metadata, one for each name in their
+    `texts`, empty for a prompt without it, and source unless it is empty in the first prompt."""
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.texts)
     columns = {
         "prompt": [prompt.text for prompt in prompts],
         "ground_truth": [prompt.ground_truth for prompt in prompts],
         "metadata": [prompt.metadata for prompt in prompts],
-        **{name: [prompt.texts[name] for prompt in prompts] for name in prompts[0].texts},
+        **{name: [prompt.texts.get(name, "") for prompt in prompts] for name in names},
     }
     if prompts[0].source:
         columns["source"] = [prompt.source for prompt in prompts]
@@ -160,7 +163,7 @@ def load_data(
     """
     table = config.data
     options = table.chat_options
-    render = _renderer(config, started_unix_s)
+    render, end = _renderer(config, started_unix_s), cache(partial(response_end, config))
     train, heldout = [], []
     for number, source in enumerate(table.all_sources):
         prefix = f"data.sources.{number}." if table.sources else "data."
@@ -172,7 +175,7 @@ def load_data(
             path, of_same = source.heldout or source.path, source.heldout is None
             held_out = open_rows(path, keys[1], source.heldout_split, source.subset, has_splits=of_same)
         for sources, part in ((train, rows), (heldout, held_out)):
-            sources.append(_prompt_source(config, source, part, render, columns))
+            sources.append(_prompt_source(config, source, part, (render, end), columns))
             sources[-1].check()
     if options and not any(each.has_conversations for each in (*train, *heldout)):
         raise ConfigError(
@@ -207,20 +210,21 @@ def _renderer(config: Config, started_unix_s: float | None) -> Render:
 
 
 def _prompt_source(
-    config: Config, table: SourceTable, rows: RowReader, render: Render, columns: Sequence[str]
+    config: Config,
+    table: SourceTable,
+    rows: RowReader,
+    chat: tuple[Render, Callable[[], str]],
+    columns: Sequence[str],
 ) -> PromptSource:
     name = table.label if config.data.sources else ""
     services = {service: config.services.get(service) for service in config.weights_of(table.reward)}
-    graders = [
-        service
-        for service, each in services.items()
-        if isinstance(each, RewardTable) and each.needs_ground_truth
-    ]
-    graded_by = graders[0] if graders else ""
+    rewards = {name: each for name, each in services.items() if isinstance(each, RewardTable)}
+    graded_by = next((service for service, each in rewards.items() if each.needs_ground_truth), "")
+    tested_by = next((service for service, each in rewards.items() if each.needs_tests), "")
     form = PromptForm(
-        render,
+        *chat,
         config.data.chat,
         config.data.system if table.system is None else table.system,
         config.data.template if table.template is None else table.template,
     )
-    return PromptSource(rows, form, name, columns, table.columns, graded_by)
+    return PromptSource(rows, form, name, columns, table.columns, graded_by, tested_by)

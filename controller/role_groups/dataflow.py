@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from client.session import StepContext
+from client.unread import error_of
 from controller.role_groups.chunks import ChunkedColumn, sizes_of, taken
 from controller.role_groups.futures import all_of, lateness_of, resolved, results, then
 from nccl_transfer.refs.batch import Batch, Column, concat_columns
 from nccl_transfer.refs.columns import Jagged
-from rlhf.errors import InvalidRequest
+from rlhf.errors import DeadlineExceeded, InvalidRequest, RlhfError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -182,25 +185,41 @@ class FutureBatch:
         """Waits for the named columns and returns them as a resolved batch. Raises InvalidRequest where one is missing,
         the error of a call that failed, or DeadlineExceeded after `timeout_s` seconds (None: no limit)."""
         wanted = {name: self[name] for name in names}
-        self._reach(wanted.values())
-        return Batch(self.rows, dict(zip(wanted, results(list(wanted.values()), timeout_s), strict=True)))
+        return Batch(
+            self.rows, dict(zip(wanted, self._waited(list(wanted.values()), timeout_s), strict=True))
+        )
 
     def records(self, timeout_s: float | None = None) -> list[CallRecord]:
         """Waits for all calls and returns their records, in the order of `calls`. Raises the error of a call that
         failed, or DeadlineExceeded after `timeout_s` seconds (None: no limit)."""
-        self._reach(self.calls)
-        return results(self.calls, timeout_s)
+        return self._waited(self.calls, timeout_s)
 
     def metrics(self, timeout_s: float | None = None) -> dict[str, float]:
         """Waits for all calls and returns each of their metrics by name, as the mean over the calls that have it.
         Raises the error of a call that failed, or DeadlineExceeded after `timeout_s` seconds (None: no limit)."""
         return mean_metrics(self.records(timeout_s))
 
-    def _reach(self, awaited: Iterable[Future[Any]]) -> None:
-        """Notifies the gates of the step before the caller waits for these futures, so that they begin the calls on
-        which the futures depend."""
-        if self.step:
-            self.step.reached(lateness_of(awaited))
+    def _waited(self, awaited: Sequence[Future[T]], timeout_s: float | None) -> list[T]:
+        """Waits for futures and returns their results. Before, notifies the gates of the step, so that they begin the
+        calls on which the futures depend. On a thread on which they cannot, their limit holds where `timeout_s` is
+        None.
+
+        Raises:
+            RlhfError: The calls are still held back after this limit. It is no DeadlineExceeded, after which a run may
+                be restarted (`Restarts`): it would come again.
+        """
+        limit_s = self.step.reached(lateness_of(awaited)) if self.step else None
+        if limit_s is None or timeout_s is not None:
+            return results(awaited, timeout_s)
+        try:
+            return results(awaited, limit_s)
+        except DeadlineExceeded as error:
+            if self.step is None or any(error_of(each) for each in awaited if each.done()):
+                raise
+            raise RlhfError(
+                f"step {self.step.number}: {error}: the calls that make them are held back (run.ahead) until the loop "
+                "over the steps goes on, and this is another thread"
+            ) from None
 
 
 def with_parts(records: Iterable[CallRecord]) -> Iterator[CallRecord]:

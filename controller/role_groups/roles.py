@@ -129,7 +129,8 @@ class ActorGroup(GeneratingGroup):
 
     def tokenize(self, rows: FutureBatch, max_response_tokens: int) -> FutureBatch:
         """Tokenizes columns "prompt" and "response"; returns columns prompt_ids and response_ids. Responses of more
-        than `max_response_tokens` tokens are cut; the others end with the EOS token."""
+        than `max_response_tokens` tokens are cut; the others end with the text in column "response_end", or with the
+        EOS token where that is empty or there is no such column."""
         return self.call("tokenize", rows, max_response_tokens=max_response_tokens)
 
     def update_supervised(self, batch: FutureBatch, schedule: actor_pb2.Schedule) -> FutureBatch:

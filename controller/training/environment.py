@@ -19,7 +19,7 @@ from controller.config.rollout import EnvironmentTable
 from controller.data.chat import Messages
 from controller.role_groups.futures import Promise, on_thread, pass_on, results, then
 from controller.role_groups.loop import Loop
-from rlhf.errors import ConfigError, DeadlineExceeded
+from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError
 from rlhf.plugins import PluginError, load_object
 
 LATE_S = 30.0
@@ -181,7 +181,8 @@ class EnvironmentCaller:
         Where it fails, sets the episode's error and logs the first.
 
         Raises:
-            DeadlineExceeded: A method blocks the event loop.
+            RlhfError: A method blocks the event loop. Of no narrower class: no service is lost, so `Restarts` does not
+                repeat it.
         """
         table = self._table
         asked = [e for e in episodes if (e.environment is not None if failed else not e.error)]
@@ -200,7 +201,7 @@ class EnvironmentCaller:
         try:
             (ended,) = results([self._loop.start(run())], longest_s)
         except DeadlineExceeded:
-            raise DeadlineExceeded(
+            raise RlhfError(
                 f"rollout.environment: calls have not ended within {longest_s:g} s, although each may take "
                 f"timeout_s, {table.timeout_s:g}: an async method of {table.factory} blocks its event loop"
             ) from None

@@ -14,6 +14,7 @@ from controller.data.prompts import PromptData
 from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch, with_parts
 from controller.role_groups.replacement import RESTARTS
+from controller.tracking.metrics import Sample
 from controller.tracking.recorder import Recorder
 from nccl_transfer.refs.batch import LocalColumn
 from nccl_transfer.refs.columns import Jagged
@@ -53,12 +54,15 @@ class Evaluator:
 
     Attributes:
         history: Metrics of each evaluation, in order.
+        is_recorded: Whether evaluations are recorded and in `history`. False before the first step of a resumed run,
+            which has recorded the step that it is resumed from.
     """
 
     def __init__(
         self, data: PromptData, limit: Limit | None, batch_rows: int, cluster: Cluster, recorder: Recorder
     ) -> None:
         self.history: list[dict[str, float]] = []
+        self.is_recorded = True
         self._data = data
         self._limit = limit
         self._batch_rows = batch_rows
@@ -81,8 +85,8 @@ class Evaluator:
     def evaluate(self, step: StepContext, evaluation: Evaluation) -> dict[str, float]:
         """Evaluates the held-out rows after a step and returns the metrics, with prefix evaluation/,
         time/evaluation_s, and the losses of services in the step so far, with prefix `RESTARTS`. Appends the measured
-        metrics to `history`. Calls on rows of no step belong to this one. All rows of the step are freed after each
-        batch, those of its training too.
+        metrics to `history` if `is_recorded`. Calls on rows of no step belong to this one. All rows of the step are
+        freed after each batch, those of its training too.
 
         Args:
             step: The step.
@@ -96,15 +100,23 @@ class Evaluator:
                 values, made = evaluation.measure(batch.of_step(step))
             parts.append(values)
             for each in made:
-                self._recorder.calls(step.number, with_parts(each.records()))
+                records = each.records()
+                if self.is_recorded:
+                    self._recorder.calls(step.number, with_parts(records))
             self._cluster.release(step)
         numbers = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         # As a resumed run reads them, whatever types of numbers they are.
         measured = {name: float(value) for name, value in evaluation.summarize(numbers).items()}
-        self.history.append(measured)
+        if self.is_recorded:
+            self.history.append(measured)
         metrics = {f"evaluation/{name}": value for name, value in measured.items()}
         metrics["time/evaluation_s"] = self._cluster.session.now() - started
         return metrics | {name: count for name, count in step.noted.items() if name.startswith(RESTARTS)}
+
+    def write_samples(self, step: StepContext | None, samples: Sequence[Sample]) -> None:
+        """Writes sample responses of a step (None: the newest) if `is_recorded`."""
+        if self.is_recorded:
+            self._recorder.samples(self._cluster.session.step_of(step).number, samples)
 
 
 def batches(data: PromptData, rows: np.ndarray, most: int) -> Iterator[FutureBatch]:

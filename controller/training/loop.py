@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from client.gate import Gate
+from client.session import works_for_a_step
 from controller.checkpoints.saver import Checkpointer
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
@@ -112,6 +113,7 @@ class StepLoop:
     def steps(self, evaluation: Evaluation) -> Iterator[Step]:
         """Iterates over the steps after that of `state`; see `Run.steps`."""
         self._thread = threading.get_ident()
+        self._evaluator.is_recorded = True
         try:
             for number in range(self._state.step + 1, 1 if self._state.is_ended else self._table.steps + 1):
                 while len(self._open) > self._overlap(number):
@@ -170,12 +172,13 @@ class StepLoop:
             kept = self._state.kept.state
             opened.kept = resolved(kept()) if is_own else self._deferral.submit(kept)
 
-    def _reached(self, number: int, evaluation: Evaluation, needs_kept: bool) -> None:
+    def _reached(self, number: int, evaluation: Evaluation, needs_kept: bool) -> float | None:
         """Called before step `number` holds back a call to a service that learns, or waits for a result. Opens the gate
         of the oldest open step if it is at least `run.ahead` steps older. If the result depends on calls that are held
-        back (`needs_kept`), also ends all earlier steps, with their evaluations, and begins these calls."""
+        back (`needs_kept`), also ends all earlier steps, with their evaluations, and begins these calls. On another
+        thread, does nothing and returns `_limit_s`."""
         if threading.get_ident() != self._thread:
-            return
+            return self._limit_s(needs_kept)
         self._generate_due(number)
         self._finish_evaluation()
         oldest = self._open[0]
@@ -188,16 +191,28 @@ class StepLoop:
             self._finish_evaluation()
             if gate := self._open[0].gate:
                 gate.flush()
+        return None
 
-    def _segment_needed(self, number: int, is_awaited: bool) -> None:
+    def _limit_s(self, needs_kept: bool) -> float | None:
+        """Returns the longest time, in seconds, that a thread of the algorithm's own may wait: the longest timeout of a
+        call if it needs calls that are held back (`needs_kept`), which the loop over the steps begins if it goes on;
+        else None. The threads of the run itself have no limit, as the loop never waits for them before."""
+        if not needs_kept or works_for_a_step():
+            return None
+        return max(self._table.call_timeout_s, self._table.save_timeout_s)
+
+    def _segment_needed(self, number: int, is_awaited: bool) -> float | None:
         """Called before the algorithm waits for a result of step `number`. If the result depends on segments that are
         held back (`is_awaited`), generates the remaining segments of the step, after the due segments of earlier
-        steps."""
-        if is_awaited and threading.get_ident() == self._thread:
+        steps. On another thread, does nothing and returns `_limit_s`."""
+        if threading.get_ident() != self._thread:
+            return self._limit_s(is_awaited)
+        if is_awaited:
             self._generate_due(number)
             for opened in self._open:
                 if opened.step.number == number:
                     opened.generate(self._segments - 1)
+        return None
 
     def _generate_due(self, number: int) -> None:
         """Generates the segments of open steps that are due once step `number` has generated its first segment."""

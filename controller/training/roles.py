@@ -234,7 +234,7 @@ class Actor(Rollout):
 
     def tokenize(self, rows: FutureBatch) -> FutureBatch:
         """Tokenizes columns prompt and response; returns columns prompt_ids and response_ids. Responses of more than
-        `rollout.max_response_tokens` tokens are cut; the others end with the EOS token."""
+        `rollout.max_response_tokens` tokens are cut; the others end with column response_end, or with the EOS token."""
         return self._group.tokenize(rows, self._config.rollout.max_response_tokens)
 
     def update_supervised(self, batch: FutureBatch) -> FutureBatch:

@@ -26,7 +26,6 @@ from controller.role_groups.roles import (
     RolloutGroup,
     ValuesGroup,
 )
-from controller.tracking.metrics import Sample
 from controller.tracking.recorder import Recorder
 from controller.training.columns import ColumnReader, sampled_lengths
 from controller.training.episodes import EpisodePlayer
@@ -220,6 +219,7 @@ class Run:
     def evaluate(self, evaluation: Evaluation | None = None) -> dict[str, float]:
         """Measures the held-out rows outside of `steps`, and returns the metrics, with prefix evaluation/. In the loop
         over the steps, call it after `Step.finish`: it frees the rows of the step, which later calls cannot read then.
+        Before the first step of a resumed run it records nothing, neither calls nor samples: the run has done so.
 
         Args:
             evaluation: Measures the rows. Default: as for `steps`.
@@ -231,10 +231,7 @@ class Run:
     def policy_evaluation(self) -> Evaluation:
         """Returns the default `Evaluation`: the mean reward of responses as `rollout.evaluation` samples them, which
         needs a service reward."""
-
-        def write(step: StepContext | None, samples: list[Sample]) -> None:
-            self.recorder.samples(self._cluster.session.step_of(step).number, samples)
-
+        write = self._evaluator.write_samples
         return PolicyEvaluation(self.config, self.groups, self.actor(), self.reward, write).evaluation()
 
     def keep(self, name: str, state: S) -> S:

@@ -77,4 +77,5 @@ class RunState:
         self._evaluator.history = [
             {name: float(value) for name, value in each.items()} for each in stored["evaluations"]
         ]
+        self._evaluator.is_recorded = not self.step
         self.kept.restore(stored["kept"])

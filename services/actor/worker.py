@@ -23,7 +23,7 @@ from services.engines.generation_shards import GenerationWeights
 from services.engines.implementation import compute_dtype
 from services.generation.generator import ID_DTYPE, SequenceGenerator
 from services.models.families import load_causal_lm
-from services.roles.columns import jagged_column, jagged_ids, on_device, sequence_columns
+from services.roles.columns import jagged_column, jagged_ids, on_device, response_ends, sequence_columns
 from services.roles.log_probs import policy_head
 from services.roles.micro_batching import per_token
 from services.roles.model_worker import ModelWorker
@@ -161,7 +161,7 @@ class ActorWorker(ModelWorker):
         """Implements Tokenize: returns token ids of prompts and responses, the latter cut to `max_response_tokens`
         (0: not cut)."""
         prompts = self.tokenized(rows.texts("prompt"), call)
-        responses = self._texts.response_ids(rows.texts("response"), call)
+        responses = self.response_ids(rows.texts("response"), response_ends(rows), call)
         most = request.max_response_tokens or max(map(len, responses), default=0)
         num_cut = sum(len(row) > most for row in responses)
         columns = {

@@ -30,12 +30,6 @@ class TextCodec:
             return None
         return StopStrings(texts, self._decode, frozenset(self._tokenizer.all_special_ids))
 
-    def response_ids(self, responses: list[str], call: CallContext) -> list[list[int]]:
-        """Returns the token ids of responses as the actor would generate them: without special tokens, except an
-        end-of-sequence token that is added at the end of each if the tokenizer has one. Errors as for `tokenize`."""
-        ids = self._tokenize(responses, call, add_special_tokens=False)
-        return ids if self._eos_id is None else [[*row, self._eos_id] for row in ids]
-
     def observation_ids(
         self, observations: list[str], call: CallContext
     ) -> tuple[list[list[int]], list[str]]:

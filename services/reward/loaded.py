@@ -114,14 +114,14 @@ class LoadedFunction:
         scores, numbers = [], []
         for verdict in verdicts:
             if not isinstance(verdict, Mapping):
-                scores.append(row_score(verdict))
+                scores.append(row_score(verdict, by_token=self.wants_tokens))
             elif "score" not in verdict:
                 given = ", ".join(sorted(map(str, verdict))) or "nothing"
                 scores.append(
                     reward_pb2.RowScore(error=encodable(f"{self.name} returned no score, only: {given}"))
                 )
             else:
-                scores.append(row_score(verdict["score"]))
+                scores.append(row_score(verdict["score"], by_token=self.wants_tokens))
                 numbers += [] if scores[-1].error else [verdict]
         return Scored(scores, metrics=extra_metrics(numbers))
 

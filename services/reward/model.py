@@ -24,7 +24,7 @@ from services.models.families import load_classifier
 from services.reward.losses import LOSSES, pair_loss
 from services.reward.model_scorer import ModelScorer, SequenceModelScorer
 from services.reward.worker import RewardWorker
-from services.roles.columns import jagged_ids
+from services.roles.columns import jagged_ids, response_ends
 from services.roles.micro_batching import check_token_ids
 from services.roles.minibatch import check_schedule, deal
 from services.roles.model_worker import ModelWorker
@@ -131,8 +131,8 @@ class PairRewardWorker(ModelWorker):
 
     def _pair_ids(self, rows: CallRows, most: int, call: CallContext) -> Jagged[Tensor]:
         """Returns token ids of the texts of all pairs, jagged [2 * pairs]: chosen, rejected, chosen, .... A text is
-        prompt and response, tokenized as the scorer reads it: as the actor's ids, with the end-of-sequence token
-        after the response, or as one text with the tokenizer's special tokens.
+        prompt and response, tokenized as the scorer reads it: as the actor's ids, with what ends the response
+        (`response_ends`), or as one text with the tokenizer's special tokens.
 
         Args:
             most: Number of tokens to which responses are cut; 0 for no limit.
@@ -142,9 +142,9 @@ class PairRewardWorker(ModelWorker):
         responses = [response for pair in pairs for response in pair]
         starts = self.tokenized(prompts, call)
         if self._reads_ids:
-            end = [] if self.eos_id is None else [self.eos_id]
-            ids = self.tokenized(responses, call, add_special_tokens=False)
-            cut_ids = [start + [*own, *end][: most or None] for start, own in zip(starts, ids, strict=True)]
+            ends = [end for end in response_ends(rows) for _ in range(2)]
+            ids = self.response_ids(responses, ends, call)
+            cut_ids = [start + own[: most or None] for start, own in zip(starts, ids, strict=True)]
         else:
             whole = self.tokenized([p + r for p, r in zip(prompts, responses, strict=True)], call)
             cut_ids = [

@@ -41,6 +41,12 @@ class Sequences(NamedTuple):
         return self.responses.lengths if self.mask is None else counts(self.mask)
 
 
+def response_ends(rows: CallRows) -> list[str]:
+    """Returns the text that ends the responses of each row, column "response_end"; empty texts without the column.
+    Raises InvalidRequest if the column is not text."""
+    return rows.texts("response_end") if "response_end" in rows else [""] * rows.count
+
+
 def jagged_column(rows: CallRows, name: str) -> Jagged[Tensor]:
     """Returns a jagged column of numbers of a call's rows with its values as a tensor where they are, which shares
     memory with `rows`; values in a read-only array, as of a column sent in the request itself, are copied.

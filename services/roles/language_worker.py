@@ -85,6 +85,21 @@ class LanguageWorker(VerifiedWorker, TorchWorker):
             self.tokenizer, texts, call, progressed=self.progressed, **{**limits, **options}
         )
 
+    def response_ids(self, responses: list[str], ends: list[str], call: CallContext) -> list[list[int]]:
+        """Returns the token ids of responses as a policy generates them: without special tokens, except those that end
+        each. Errors as for `tokenize_texts`.
+
+        Args:
+            responses: Texts of the responses.
+            ends: For each the text that ends it, with its special tokens; empty: the end-of-sequence token of the
+                tokenizer, where it has one.
+            call: The call.
+        """
+        texts = [response + end for response, end in zip(responses, ends, strict=True)]
+        eos = [] if self.eos_id is None else [self.eos_id]
+        ids = self.tokenized(texts, call, add_special_tokens=False)
+        return [row if end else [*row, *eos] for row, end in zip(ids, ends, strict=True)]
+
     def request_profile(self, request: Any) -> str:
         require(request, "directory", "calls")
         name = f"{self.role}-{self.ranks.rank}-v{self.policy_version}-{os.getpid()}.json"

@@ -71,13 +71,14 @@ def decoding_bytes(use: ModelUse, rows: RowSizes) -> int:
 
 
 def vllm_workspace(use: ModelUse) -> int:
-    """Returns an estimate of vLLM's activations: one step of `VLLM_BATCHED_TOKENS` in one layer, and logits of its
-    rows in float32. 0 for other engines. vLLM's own graphs and kernels' workspaces are not counted."""
-    if _rollout(use).engine != "vllm":
+    """Returns an estimate of vLLM's activations: one step of `VLLM_BATCHED_TOKENS` in one layer, and logits of as many
+    rows as a step has (`max_num_seqs`), twice in float32. 0 for other engines. vLLM's own graphs and kernels'
+    workspaces are not counted."""
+    rollout = _rollout(use)
+    if rollout.engine != "vllm":
         return 0
-    tensor = _rollout(use).tensor
-    layer = (2 * use.shape.hidden + 3 * use.shape.units_per_token // tensor) * use.itemsize
-    return VLLM_BATCHED_TOKENS * layer + 256 * use.shape.vocabulary * 2 * FLOAT32
+    layer = (2 * use.shape.hidden + 3 * use.shape.units_per_token // rollout.tensor) * use.itemsize
+    return VLLM_BATCHED_TOKENS * layer + rollout.sequences * use.shape.vocabulary * 2 * FLOAT32
 
 
 def freed_by_sleep(use: ModelUse) -> frozenset[str]:

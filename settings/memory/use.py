@@ -48,6 +48,7 @@ class RolloutUse:
         gathers_all: Whether the transition holds the whole model (hybridflow_v, gather_all).
         cache_tokens: For hf: `rollout_tokens`, the most tokens of the KV cache.
         cache_bytes: For vllm: bytes of the KV cache, `kv_cache_gb`.
+        sequences: For vllm: `max_num_seqs`, the most rows of a decoding step.
         truncates: Whether top_k or top_p truncate the distribution.
         generates: Whether it generates: an actor's does not where a rollout service does.
         sleeps: Whether an actor's frees its memory while the actor trains and infers (`rollout_sleep`).
@@ -59,6 +60,7 @@ class RolloutUse:
     gathers_all: bool = False
     cache_tokens: int = 65536
     cache_bytes: int = 1 << 30
+    sequences: int = 256
     truncates: bool = False
     generates: bool = True
     sleeps: bool = False

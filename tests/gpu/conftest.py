@@ -23,6 +23,15 @@ def gpu():
 
 
 @pytest.fixture(scope="session")
+def two_gpus(gpu):
+    """Skips the tests of hosts with one GPU."""
+    import torch
+
+    if (count := torch.cuda.device_count()) < 2:
+        pytest.skip(f"needs two GPUs, this host shows {count}")
+
+
+@pytest.fixture(scope="session")
 def cuda():
     """The GPU of this process."""
     reason = why_no_cuda()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from integration.divided_rows import *  # noqa: F403 - the tests
 from integration.divided_rows import Reports, save_models
@@ -13,9 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def reports(gpu: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    if (count := torch.cuda.device_count()) < 2:
-        pytest.skip(f"needs two GPUs, this host shows {count}")
+def reports(two_gpus: None, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     models = save_models(tmp_path_factory.mktemp("models"))
     return launch(
         "integration.divided_rows_main",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from integration.ranks import launch
 from integration.vllm_pair import *  # noqa: F403 - the tests
@@ -20,9 +19,7 @@ def largest_error() -> float:
 
 
 @pytest.fixture(scope="module")
-def reports(gpu: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    if (count := torch.cuda.device_count()) < 2:
-        pytest.skip(f"needs two GPUs, this host shows {count}")
+def reports(two_gpus: None, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     model = save_model(tmp_path_factory.mktemp("model"))
     return launch(
         "integration.vllm_pair_main",

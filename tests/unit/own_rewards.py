@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from services.reward.groups import over_groups
 
 under_way, most, cancelled = 0, 0, 0
@@ -45,6 +47,13 @@ def per_token(
 ) -> list[float]:
     """A score for each token of the response."""
     return [-penalty] * (response_tokens - 1) + [1.0]
+
+
+def array_per_token(
+    prompt: str, response: str, ground_truth: str, metadata: Any, response_tokens: int
+) -> np.ndarray:
+    """A score for each token of the response, as an array."""
+    return np.arange(1, response_tokens + 1) // response_tokens
 
 
 @over_groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,6 +19,7 @@ from controller import algorithms
 from controller.advantage.columns import row_sums
 from controller.algorithms.grpo import compute_advantage
 from controller.config.config import load
+from controller.restarts import LOST
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.columns import texts_of
 from controller.training.deferral import future_columns
@@ -351,6 +353,42 @@ def test_an_update_whose_metrics_are_read_waits_for_the_evaluation_of_the_step_b
     stormy = Weather(seed=ahead, longest_s=0.004)
     repeated = simulate(tmp_path, "dr_grpo", *table, algorithm=reads_the_metrics_of_updates, weather=stormy)
     assert results(repeated) == results(calm)
+
+
+def test_a_loop_that_waits_for_a_thread_that_waits_for_what_is_held_back_ends(tmp_path: Path) -> None:
+    """The thread cannot begin the calls that its column needs, as the loop does that when it goes on."""
+
+    def stuck(run: Run) -> None:
+        actor = run.actor()
+        for step in run.steps():
+            batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+            batch |= actor.compute_log_prob(batch)
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(run.fetch, batch, "log_probs").result(20)
+            step.finish(batch)
+
+    table = ("run.ahead=1", "run.call_timeout_s=0.2", "run.save_timeout_s=0.3")
+    with pytest.raises(
+        RlhfError, match=r"^step 1: 1 of 1 .* after 0\.3 s: .* are held back \(run\.ahead\)"
+    ) as caught:
+        simulate(tmp_path, "dr_grpo", *table, algorithm=stuck)
+    assert not isinstance(caught.value, LOST), "a restart would repeat it"
+
+
+def test_a_thread_may_wait_for_what_is_held_back_while_the_loop_goes_on(tmp_path: Path) -> None:
+    seen = []
+
+    def beside(run: Run) -> None:
+        actor = run.actor()
+        with ThreadPoolExecutor(1) as pool:
+            for step in run.steps():
+                batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+                batch |= actor.compute_log_prob(batch)
+                seen.append(pool.submit(run.fetch, batch, "log_probs"))
+                step.finish(batch)
+
+    simulate(tmp_path, "dr_grpo", "run.ahead=1", "run.evaluate_every=0", algorithm=beside)
+    assert all("log_probs" in each.result(20) for each in seen)
 
 
 def measures_rows_of_its_own(run: Run) -> None:

@@ -215,6 +215,26 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
             "services.critic.micro_batch_tokens=2\nservices.critic.sequence_parallel=2\nservices.critic.ranks=2",
             r"services\.critic\.micro_batch_tokens \* sequence_parallel: 4 leaves no room",
         ),
+        (
+            "services.reward.function='gsm8k'\nservices.reward.options.mode='flexibel'",
+            r"services\.reward: options\.mode: must be 'strict' or 'flexible' \(given: 'flexibel'\); did you mean",
+        ),
+        (
+            "services.reward.function='gsm8k'\nservices.reward.options.modus='strict'",
+            r"services\.reward: options\.modus: unknown key; did you mean 'mode'\? Known keys: mode",
+        ),
+        (
+            "services.reward.function='format'\nservices.reward.options.pattern='(<think>'",
+            r"services\.reward: options\.pattern: no regular expression: .*unterminated",
+        ),
+        (
+            "services.reward.function='length'\nservices.reward.options.limit='200'",
+            r"services\.reward: options\.limit: must be a number \(given: '200'\)",
+        ),
+        (
+            "services.reward.function='length'\nservices.reward.options.fade=-1",
+            r"services\.reward: options\.fade: must be at least 0 \(given: -1\)",
+        ),
         ("services.critic.micro_batch_tokens=3", r"services\.critic\.micro_batch_tokens: 3 leaves no room"),
         ("services.actor.lora.r=8", r"services\.actor\.lora\.r: unknown key.*Known keys: rank, alpha"),
         ("services.actor.lora.dropout=0.1", r"services\.actor\.lora\.dropout: 0\.1 is not allowed, only 0"),

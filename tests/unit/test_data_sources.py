@@ -223,6 +223,31 @@ def test_a_reward_that_compares_answers_needs_a_ground_truth_in_every_row(
     assert len(load_data(Config.model_validate(tables))[0]) == 2
 
 
+@pytest.mark.parametrize(
+    "tests",
+    [{}, {"tests": []}, {"ground_truth": "42"}, {"ground_truth": '{"inputs": ["1"]}'}, {"tests": None}],
+    ids=str,
+)
+def test_a_reward_that_runs_programs_needs_tests_in_every_row(tests: dict[str, Any], tmp_path: Path) -> None:
+    call = {"kind": "call", "function": "f", "expected": 1}
+    good: list[dict[str, Any]] = [
+        {"tests": [call]},
+        {"tests": json.dumps([call])},
+        {"ground_truth": {"inputs": ["1"], "outputs": ["1"]}},
+        {"reward_model": {"ground_truth": '{"inputs": ["1"], "outputs": ["1"]}'}},
+    ]
+    rows = [{"prompt": "p", **each} for each in (*good, tests)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    table = {"role": "reward", "address": "127.0.0.1:7104", "kind": "sandbox"}
+    tables = {"data": {"train": path, "heldout": path}, "services": {"reward": table}}
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl:5: no tests for the service reward: neither a field tests, nor"
+    ):
+        load_data(Config.model_validate(tables))
+    table["external"] = True  # type: ignore[assignment]
+    assert len(load_data(Config.model_validate(tables))[0]) == 5
+
+
 def test_only_the_sources_of_a_reward_that_compares_answers_need_ground_truths(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p"}])
     services = {

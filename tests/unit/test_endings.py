@@ -1,20 +1,26 @@
-"""A run says at its start where the chat template ends messages with a token that does not end responses."""
+"""Responses that are learned end as the chat template ends messages, and a run says at its start where that token does
+not end responses."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tomli_w
 from click.testing import CliRunner
+from transformers import AutoTokenizer
 
 from controller.cli import main
 from controller.config.config import Config
 from controller.data.endings import messages_without_end
 from controller.data.prompts import load_data
+from controller.role_groups.dataflow import FutureBatch
+from controller.training.columns import texts_of
 from deploy.quickstart.build import EOS, UNK, make_tokenizer
+from services.roles.language_worker import LanguageWorker
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}END\n{% endfor %}<assistant>"
@@ -46,9 +52,16 @@ def tables(tmp_path: Path, end: str, chat: bool = True, **configs: Any) -> dict[
     }
 
 
-def lines(given: dict[str, Any]) -> list[str]:
+def lines(given: dict[str, Any], columns: tuple[str, ...] = ()) -> list[str]:
     config = Config.model_validate(given)
-    return list(messages_without_end(config, load_data(config)))
+    return list(messages_without_end(config, load_data(config, columns), columns))
+
+
+def batch_of(given: dict[str, Any], rows: list[dict[str, Any]], *columns: str) -> FutureBatch:
+    """The rows of a run with this config that reads `columns`."""
+    Path(given["data"]["train"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, _ = load_data(Config.model_validate(given), columns)
+    return data.batch(range(len(rows)))
 
 
 @pytest.mark.parametrize(
@@ -87,3 +100,65 @@ def test_a_dry_run_warns_of_it(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(tomli_w.dumps(tables(tmp_path, UNK)))
     ran = CliRunner().invoke(main, ["--algo", "grpo", "--config", str(tmp_path / "run.toml"), "--dry-run"])
     assert f"warning: {LINE}" in ran.stderr, ran.output
+
+
+TURNS = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("end", "eos_ids", "expected"),
+    [
+        (UNK, [3], UNK),
+        (UNK, [26, 3], UNK),
+        (f" {EOS}", [3], f" {EOS}"),
+        (UNK + EOS, [3], UNK + EOS),
+        (UNK + EOS, [26, 3], UNK),
+    ],
+    ids=["another token", "another EOS token", "a space before it", "EOS after it", "the first EOS token"],
+)
+def test_what_is_learned_of_a_conversation_ends_as_the_template_ends_it(
+    end: str, eos_ids: list[int], expected: str, tmp_path: Path
+) -> None:
+    given = tables(tmp_path, end, generation_config={"eos_token_id": eos_ids})
+    batch = batch_of(given, [{"messages": TURNS}, {"messages": TURNS}], "response")
+    prompts, responses, ends = (texts_of(batch, name) for name in ("prompt", "response", "response_end"))
+    assert (responses, ends) == (["4"] * 2, [expected] * 2)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "model")
+    worker: Any = SimpleNamespace(
+        tokenized=lambda texts, call, **options: tokenizer(texts, **options)["input_ids"],
+        eos_id=tokenizer.eos_token_id,
+    )
+    ids = LanguageWorker.response_ids(worker, responses, ends, worker)
+    whole = tokenizer(tokenizer.apply_chat_template(TURNS, tokenize=False))["input_ids"]
+    learned = tokenizer(prompts[0])["input_ids"] + ids[0]
+    assert learned == whole[: len(learned)]
+    assert ids[0][-1] in (3, 26)
+
+
+@pytest.mark.parametrize("end", [EOS, f"{EOS}{UNK}", "[end]"], ids=["EOS", "EOS before another", "no token"])
+def test_what_ends_with_the_eos_token_has_no_end_of_its_own(end: str, tmp_path: Path) -> None:
+    assert "response_end" not in batch_of(tables(tmp_path, end), [{"messages": TURNS}], "response")
+
+
+def test_a_response_to_a_text_ends_with_the_eos_token(tmp_path: Path) -> None:
+    given = tables(tmp_path, UNK, chat=False)
+    pair = {"chosen": "4", "rejected": "5"}
+    prompts = [{"prompt": "2+2=", **pair}, {"prompt": TURNS[:1], **pair}]
+    assert texts_of(batch_of(given, prompts, "chosen", "rejected"), "response_end") == ["", UNK]
+    assert "response_end" not in batch_of(given, prompts[:1], "chosen", "rejected")
+    assert "response_end" not in batch_of(given, prompts)
+
+
+def test_a_tokenizer_without_a_model_ends_responses_by_its_template(tmp_path: Path) -> None:
+    given = tables(tmp_path, UNK)
+    (tmp_path / "model" / "config.json").unlink()
+    assert texts_of(batch_of(given, [{"messages": TURNS}], "response"), "response_end") == [UNK]
+
+
+def test_a_model_that_learns_an_end_that_is_no_eos_token_is_told(tmp_path: Path) -> None:
+    given = tables(tmp_path, UNK)
+    Path(given["data"]["train"]).write_text(json.dumps({"messages": TURNS}))
+    given["services"]["actor"]["rollout_engine"] = "none"
+    assert [line.startswith(LINE) for line in lines(given, ("response",))] == [True]
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [3, 26]}')
+    assert lines(given, ("response",)) == []

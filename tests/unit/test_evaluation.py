@@ -196,6 +196,28 @@ def test_numbers_of_any_type_are_those_of_a_run_that_is_resumed(tmp_path: Path) 
     assert {type(found["tokens"]) for found in histories[0]} == {float}
 
 
+def test_a_resumed_run_does_not_record_its_step_again(tmp_path: Path) -> None:
+    found = []
+
+    def measured(run: Run) -> None:
+        run.recorder.samples = lambda step, rows: samples.append(step)  # type: ignore[method-assign]
+        found.append(run.evaluate())
+        for step in run.steps():
+            step.finish(step.prompts | run.actor().generate_sequences(step.prompts))
+
+    table = ("run.steps=2", "run.evaluate_every=1", "run.samples=1")
+    samples: list[int] = []
+    whole = simulate(tmp_path, "grpo", *table, algorithm=measured)
+    assert samples == [0, 0, 1, 2]
+    samples = []
+    rest = simulate(tmp_path, "grpo", *table, algorithm=measured, resumed=whole.saver.saved[1])
+    assert samples == [2]
+    assert {step for step, _ in rest.notes.records} == {2}
+    histories = [run.saver.saved[2][0]["evaluations"] for run in (whole, rest)]
+    assert histories[0] == histories[1]
+    assert all("evaluation/reward" in each for each in found)
+
+
 def config_of(algorithm: str, directory: Path) -> Config:
     """The config of a run of an algorithm, with its options, as the run writes it."""
     (rows := directory / "rows.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n')

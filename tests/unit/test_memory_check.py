@@ -265,6 +265,17 @@ def test_a_rollout_engine_that_sleeps_takes_no_memory_while_its_actor_computes(
         assert asleep[stage] == awake[stage]
 
 
+def test_vllm_has_logits_of_as_many_rows_as_a_step_may_have(model: Path) -> None:
+    engine = ("services.actor.rollout_engine='vllm'", "services.actor.vllm.enforce_eager=true")
+
+    def workspace(rows: int) -> int:
+        config = load(QUICKSTART, settings(model, *engine, f"services.actor.vllm.max_num_seqs={rows}"))
+        return generation.vllm_workspace(service_use(config.services["actor"], on_gpu=True))
+
+    vocabulary, float32 = 32000, 4
+    assert workspace(1024) - workspace(256) == 768 * vocabulary * 2 * float32
+
+
 def test_the_sizes_of_transitions_are_those_of_the_services() -> None:
     assert (ROUND_BYTES, TOGETHER_BYTES) == (resharding.ROUND_BYTES, resharding.TOGETHER_BYTES)
     assert generation.LEAST_BUCKET_BYTES == weight_plans.LEAST_BUCKET_BYTES

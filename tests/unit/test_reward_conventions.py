@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 from python_path import python_path
 from unit import own_rewards
 
@@ -21,7 +23,7 @@ from rlhf.errors import CallCancelled, ConfigError, DeadlineExceeded
 from rlhf.v1 import common_pb2, reward_pb2
 from services.reward.conventions import ACCEPTED
 from services.reward.functions import find_function
-from services.reward.scorers.base import Scorer
+from services.reward.scorers.base import Scorer, row_score
 from services.reward.scorers.extras import MAX_NAMES, extra_metrics
 from services.reward.worker import make_scorer
 from services.runtime.worker import CallContext
@@ -110,6 +112,34 @@ def test_a_function_gives_a_score_per_token(processes: int) -> None:
     finally:
         scorer.close()
     assert list(verdict.token_scores.scores) == [-0.5, -0.5, 1]
+
+
+def test_an_array_with_a_number_per_token_is_as_good_as_a_list() -> None:
+    found = make_scorer(table("array_per_token")).score_texts(with_tokens(3, 1), call())
+    assert [list(each.token_scores.scores) for each in found] == [[0, 0, 1], [1]]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "expected"),
+    [
+        (np.asarray([0.5, 1.0]), [0.5, 1.0]),
+        (np.asarray([0.5]), 0.5),
+        (torch.tensor([0.5]), 0.5),
+        (np.float32(0.5), 0.5),
+        (torch.tensor(0.5), 0.5),
+    ],
+)
+def test_an_array_of_one_number_is_a_score_where_tokens_are_not_asked_for(
+    verdict: Any, expected: float | list[float]
+) -> None:
+    """As a model of one output returns it."""
+    found = row_score(verdict)
+    assert (list(found.token_scores.scores) if isinstance(expected, list) else found.score) == expected
+
+
+@pytest.mark.parametrize("verdict", [np.ones((2, 2)), np.asarray(["a", "b"]), np.asarray([1.0, np.nan])])
+def test_an_array_that_is_no_scores_is_an_error(verdict: Any) -> None:
+    assert row_score(verdict).error
 
 
 def test_a_row_without_the_number_of_tokens_that_a_function_asks_for_is_an_error() -> None:

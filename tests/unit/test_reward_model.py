@@ -244,6 +244,16 @@ def test_weights_that_cannot_be_gathered_end_the_rank_instead_of_leaving_its_pee
         worker.copy_weights()
 
 
+def test_pairs_of_token_ids_end_as_the_responses_of_their_row_do(directory: Path) -> None:
+    worker = make_learner(directory)
+    rows = CallRows(FetchedRows(3, PAIRS | {"response_end": [" w20", "", " w20"]}, {}, 0), np.arange(3))
+    as_text = worker._pair_ids(rows, 0, make_call()).tolist()
+    assert as_text == [[3, 7], [3, 11, 12], [4, 5, 8, 9], [4, 5, 13], [6, 10], [6, 14]]
+    worker._reads_ids = True
+    ended = [[*each, 20] if place not in (2, 3) else each for place, each in enumerate(as_text)]
+    assert worker._pair_ids(rows, 0, make_call()).tolist() == ended
+
+
 def update(worker: PairRewardWorker) -> None:
     rows = CallRows(FetchedRows(3, PAIRS, {}, 0), np.arange(3))
     request = reward_pb2.UpdateRewardRequest(loss="bradley_terry", epochs=1, mini_batches=1)

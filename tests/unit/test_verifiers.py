@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from rlhf.errors import ConfigError
 from services.reward.conventions import convention_of
 from services.reward.functions import BUILT_IN, find_function, score_range
+from settings.reward_options import OPTIONS
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_answers.jsonl"
 
@@ -198,6 +200,14 @@ def test_length_is_free_up_to_a_limit(characters: int, options: dict[str, int], 
 def test_an_option_that_a_function_does_not_take_is_refused_with_those_it_takes() -> None:
     with pytest.raises(ConfigError, match="gsm8k takes none named modus, only: mode"):
         find_function("gsm8k", {"modus": "strict"})
+
+
+def test_the_config_knows_the_options_and_their_defaults() -> None:
+    assert OPTIONS.keys() == BUILT_IN.keys()
+    for name, kind in OPTIONS.items():
+        by_name = inspect.signature(BUILT_IN[name]).parameters.values()
+        taken = {each.name: each.default for each in by_name if each.kind is each.KEYWORD_ONLY}
+        assert kind().model_dump() == taken
 
 
 def half(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:

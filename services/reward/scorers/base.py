@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from google.protobuf import json_format
 
@@ -123,11 +123,19 @@ def gave_up_metrics(causes: Mapping[str, int], rows: int) -> dict[str, tuple[flo
     return {"gave_up": (float(sum(counts.values())), float(rows)), **by_cause} if rows else {}
 
 
-def row_score(verdict: object) -> reward_pb2.RowScore:
+def row_score(verdict: object, *, by_token: bool = False) -> reward_pb2.RowScore:
     """Converts the result of a reward function to a RowScore: a score, scores of tokens, or an error if one of them
-    is not a finite number."""
+    is not a finite number. A sequence is scores of tokens, and so is an array or tensor of one dimension, unless it has
+    one number: a score, as models return it.
+
+    Args:
+        verdict: The result.
+        by_token: Whether an array of one number is the score of a response of one token. Default: False.
+    """
     if isinstance(verdict, str | bytes):
         return reward_pb2.RowScore(error=f"score is text: {shown(verdict)}")
+    if _is_vector(verdict) and (by_token or len(verdict) != 1):
+        verdict = verdict.tolist()
     try:
         values = [float(x) for x in verdict] if isinstance(verdict, Sequence) else [float(verdict)]  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -137,6 +145,12 @@ def row_score(verdict: object) -> reward_pb2.RowScore:
     if isinstance(verdict, Sequence):
         return reward_pb2.RowScore(token_scores=reward_pb2.TokenScores(scores=values))
     return reward_pb2.RowScore(score=values[0])
+
+
+def _is_vector(value: Any) -> TypeGuard[Any]:
+    """Returns whether a value is an array or tensor, of whatever library, of one dimension."""
+    shape = getattr(value, "shape", ())
+    return isinstance(shape, tuple) and len(shape) == 1 and hasattr(value, "tolist")
 
 
 def shown(verdict: object) -> str:

@@ -1,0 +1,56 @@
+"""The text that ends a response that an algorithm learns: in a conversation, what the chat template puts there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from controller.config.config import Config
+from controller.data.chat import TOKENIZER_CONFIG, Chat
+from rlhf.errors import ConfigError
+
+RESPONSE_END = "response_end"
+"""Name of the text of a row that ends its responses where the EOS token of the tokenizer does not."""
+GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
+
+
+def response_end(config: Config) -> str:
+    """Returns the text with which the chat template of a run ends responses; see `Chat.end_of_response`. Empty where
+    that is the EOS token of the tokenizer, which ends other responses too; where it is not a special token; and where
+    the files of the model cannot be read."""
+    directory = config.tokenizer
+    if directory is None or not (directory / TOKENIZER_CONFIG).is_file():
+        return ""
+    chat = Chat(directory, options=config.data.chat_options)
+    try:
+        known = eos_ids(chat, directory)
+    except ConfigError:  # a tokenizer without a model
+        known = set()
+    try:
+        end = chat.end_of_response(known)
+        return "" if end == chat.eos_token else end
+    except ConfigError:
+        return ""
+
+
+def eos_ids(chat: Chat, directory: Path) -> set[int]:
+    """Returns the ids of the EOS tokens of a model: that of its tokenizer, and those in its generation config, or in
+    its config if it has no generation config.
+
+    Args:
+        chat: The tokenizer.
+        directory: Model directory.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    file = directory / GENERATION_CONFIG
+    file = file if file.is_file() else directory / MODEL_CONFIG
+    try:
+        table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        given = table.get("eos_token_id", table.get("text_config", {}).get("eos_token_id"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    every = [chat.token_id(chat.eos_token), *(given if isinstance(given, list) else [given])]
+    return {token for token in every if isinstance(token, int)}
