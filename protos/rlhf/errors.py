@@ -25,6 +25,7 @@ RlhfError                      INTERNAL             any failure that no class be
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ MAX_TRACEBACK = 4000
 MAX_DETAIL = 300
 """Maximum number of characters of an entry of ErrorInfo. This limit, MAX_MESSAGE and MAX_TRACEBACK keep a status
 below about 8 KiB, beyond which gRPC drops it."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Characters that end a line or that a terminal acts on."""
 
 
 class RlhfError(Exception):
@@ -208,6 +211,13 @@ def shortened(text: str) -> str:
     """Returns the first MAX_MESSAGE characters of a text, followed by the length of the whole text; a text that is not
     longer is returned unchanged."""
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}... ({len(text)} characters)"
+
+
+def one_line(text: str) -> str:
+    """Returns a text that came from outside as one line for a log, of at most MAX_MESSAGE of its characters: it can
+    neither fill the log nor pass for further lines of it. Control characters are escaped."""
+    line = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text[:MAX_MESSAGE])
+    return encodable(line if len(text) <= MAX_MESSAGE else f"{line}... ({len(text)} characters)")
 
 
 def full_traceback(error: BaseException) -> str:
