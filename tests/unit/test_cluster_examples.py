@@ -163,6 +163,18 @@ def check_paths(mounts: Any, directory: str) -> None:
     assert {f"{directory}/{top}" for top in (*tops, CONFIG.name)} == given
 
 
+def test_the_pods_may_run_where_pods_are_restricted() -> None:
+    """What the Pod Security Standard "restricted" requires, and no token for the API of the cluster."""
+    for kind in ("StatefulSet", "Job"):
+        pod = manifest(kind)["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        (container,) = pod["containers"]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
 def test_the_containers_are_the_hosts_of_the_config() -> None:
     services = compose()["services"]
     nodes = {name: each for name, each in services.items() if name != "controller"}
