@@ -24,9 +24,9 @@ from rlhf.errors import (
     RewardFailed,
     TooManyCalls,
     drop_frames,
-    encodable,
     full_traceback,
     one_line,
+    printable,
     to_status,
 )
 from services.runtime.deadlines import time_to_answer
@@ -148,4 +148,4 @@ def _log(error: Exception, method: str, call_id: str) -> None:
     if isinstance(error, NOT_OF_THIS_RANK) and error.__cause__ is None:
         logging.info("%s %s: %s: %s", method, call_id, type(error).__name__, one_line(str(error)))
     else:
-        logging.error("%s %s failed:\n%s", method, call_id, encodable(full_traceback(error)[-MOST_LOGGED:]))
+        logging.error("%s %s failed:\n%s", method, call_id, printable(full_traceback(error)[-MOST_LOGGED:]))

@@ -136,6 +136,13 @@ def test_a_traceback_in_the_log_is_bounded(caplog: pytest.LogCaptureFixture) -> 
     assert "InvalidRequest: directory: " in logged.message
 
 
+def test_a_traceback_in_the_log_moves_no_cursor(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Reward(RewardTable(role="reward", address="127.0.0.1:1"), Ranks(0, 1, 1))
+    RpcBoundary(worker, "reward", asyncio.Event()).status_of(ValueError("said\x1b[2J"), "Score", "1")
+    (logged,) = caplog.records
+    assert logged.message == "Score 1 failed:\nValueError: said\\x1b[2J\n"
+
+
 def test_the_reason_for_which_a_reader_marks_a_shard_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     (store := TensorStore(1 << 16)).endpoint = Endpoint("127.0.0.1:1", epoch=1)
     request = transfer_pb2.MarkCorruptRequest(shard=1, reason="bad\nfatal: " + "x" * 10**6)
