@@ -99,11 +99,12 @@ def test_a_jinja2_with_a_known_way_out_of_its_sandbox_renders_no_template(
         Chat(tmp_path).render([])
 
 
-def test_the_extra_for_data_takes_no_such_jinja2() -> None:
+def test_the_extra_for_data_takes_nothing_that_runs_code_of_a_model_or_a_dataset() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     needed = {each.name: each for each in map(Requirement, project["optional-dependencies"]["data"])}
     assert not needed["jinja2"].specifier.contains("3.1.5")
     assert needed["jinja2"].specifier.contains(".".join(map(str, SAFE_JINJA2)))
+    assert not needed["datasets"].specifier.contains("3.6.0"), "which runs the script of a dataset"
 
 
 @pytest.mark.parametrize(
