@@ -12,6 +12,7 @@ import click
 from google.protobuf import json_format, struct_pb2
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from conformance.findings import Finding, RuleResult
 from conformance.reward import check_rules
@@ -110,12 +111,13 @@ def _row(fields: dict[str, Any]) -> Row:
 
 def to_table(findings: list[Finding], title: str) -> Table:
     """Makes a table of the findings for the terminal, with the number of findings of each result below it."""
-    table = Table(title=title, title_justify="left")
+    # Text, for rich would read words in brackets, as of a server's error, as markup.
+    table = Table(title=Text(title, style="table.title"), title_justify="left")
     for column in ("rule", "result", "what was seen", "what to do"):
         table.add_column(column, overflow="fold", no_wrap=column == "rule")
     for finding in findings:
-        style = STYLES[finding.result]
-        table.add_row(finding.rule, f"[{style}]{finding.result}[/]", finding.seen, finding.advice)
+        result = Text(finding.result, style=STYLES[finding.result])
+        table.add_row(Text(finding.rule), result, Text(finding.seen), Text(finding.advice))
     counts = (f"{sum(f.result is result for f in findings)} {result}" for result in RuleResult)
     table.caption = ", ".join(counts)
     return table

@@ -51,6 +51,7 @@ class LaunchedServices:
         command = [sys.executable, "-m", "deploy", "up", str(config_path), "--log-dir", str(log_dir)]
         self._command = tied + command
         self._external = {name for name, table in config.services.items() if table.external}
+        self._own = config.services.keys() - self._external
         self._log = log_dir / "launcher.log"
         self._stopped = threading.Event()
         self._taken: Counter[str] = Counter()
@@ -81,9 +82,10 @@ class LaunchedServices:
     ) -> None:
         self._stop()
 
-    def log_of(self, service: str) -> Path:
-        """Returns the path of a service's log, to which all of its ranks write."""
-        return self._log.with_name(f"{service}.log")
+    def log_of(self, service: str) -> Path | None:
+        """Returns the path of a service's log, to which all of its ranks write; None for one that is not started here,
+        by its name in the config or by any that a server claims."""
+        return self._log.with_name(f"{service}.log") if service in self._own else None
 
     def explain(self, error: RlhfError) -> RlhfError:
         """Returns a ServiceLost with the cause that the launcher process reports in front of the text of `error`;

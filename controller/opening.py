@@ -317,5 +317,5 @@ def pointing_to_log(error: RlhfError, launched: LaunchedServices | None) -> Rlhf
     """
     if type(error) is not RlhfError or not error.remote_traceback or not error.service:
         return error
-    log = launched.log_of(error.service) if launched else f"the log of services.{error.service}"
-    return RlhfError(f"{error} (traceback: {log})")
+    log = launched.log_of(error.service) if launched else None
+    return RlhfError(f"{error} (traceback: {log or f'the log of services.{error.service}'})")

@@ -34,7 +34,7 @@ from rlhf.errors import ConfigError
 from services.reward.functions import find_function
 cause = ""
 try:
-    find_function(sys.argv[1], json.loads(sys.argv[2]))
+    find_function(sys.argv[1], json.load(sys.stdin))
 except ConfigError as error:
     cause = " ".join(str(error).split())
 print(cause, file=sys.stderr, flush=True)
@@ -173,8 +173,9 @@ def check_function(name: str, table: Service) -> None:
     does not take its options. A process of its own imports it, from the working directory, as the service does."""
     if not isinstance(table, RewardTable) or table.kind != "function":
         return
-    command = [sys.executable, "-c", FIND_FUNCTION, table.function, json.dumps(table.options)]
-    code, said = _ended(command, table.startup_timeout_s)
+    # Not as an argument, which every user of the host can read: options may be secrets.
+    given = json.dumps(table.options)
+    code, said = _ended([sys.executable, "-c", FIND_FUNCTION, table.function], table.startup_timeout_s, given)
     if code is None:
         cause = f"function: {table.function!r} takes more than {table.startup_timeout_s:g} s to import"
         raise ConfigError(f"services.{name}.{cause}")
@@ -183,14 +184,16 @@ def check_function(name: str, table: Service) -> None:
         raise ConfigError(f"services.{name}.{said[-1] if code == 1 and said else ended}")
 
 
-def _ended(command: list[str], timeout_s: float) -> tuple[int | None, list[str]]:
-    """Executes a command, and then ends all that it has started and that is in its process group. Returns its status,
-    None where it did not end in time, and the lines on its stderr."""
-    # A file: a pipe would not end before the processes that the command has started.
-    with tempfile.TemporaryFile() as stderr:
+def _ended(command: list[str], timeout_s: float, given: str = "") -> tuple[int | None, list[str]]:
+    """Executes a command with the text `given` as standard input, and then ends all that it has started and that is in
+    its process group. Returns its status, None where it did not end in time, and the lines on its stderr."""
+    # Files: a pipe would not end before the processes that the command has started.
+    with tempfile.TemporaryFile() as stderr, open(os.memfd_create("rlhf-check"), "w+b") as stdin:
+        stdin.write(given.encode())
+        stdin.seek(0)
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             start_new_session=True,

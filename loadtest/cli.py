@@ -262,9 +262,9 @@ def _compare(before_path: Path, after_path: Path) -> None:
         levels = (", ".join(f"{step['level']:g}" for step in result["steps"]) for result in (before, after))
         raise ConfigError(f"--compare: no level is in both: {' against '.join(levels)}")
     screen = table.console()
-    screen.print(f"A: {before_path}\nB: {after_path}", highlight=False)
+    screen.print(f"A: {before_path}\nB: {after_path}", highlight=False, markup=False)
     for difference in compare.differing_settings(before, after):
-        screen.print(f"not the same: {difference}", style="bold", highlight=False)
+        screen.print(f"not the same: {difference}", style="bold", highlight=False, markup=False)
     screen.print(compare.table(found))
 
 

@@ -55,7 +55,8 @@ def report(result: Json) -> RenderableType:
 
 
 def _levels(steps: Iterable[Json], closed: bool, title: str) -> Table:
-    table = Table(title=title, title_justify="left")
+    # Text, for rich would read the brackets of an IPv6 address as markup.
+    table = Table(title=Text(title, style="table.title"), title_justify="left")
     for name in ("callers" if closed else "offered/s", "sent", "answered/s", "errors", *PERCENTILES):
         table.add_column(name, justify="right")
     for step in steps:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from nccl_transfer.store.store import TensorStore
 from nccl_transfer.transports.base import Traffic
 from nccl_transfer.transports.common import check_epoch
+from rlhf.errors import one_line
 from rlhf.v1 import common_pb2
 from rlhf.v1 import transfer_pb2 as pb
 
@@ -20,7 +21,7 @@ def mark_corrupt_response(store: TensorStore, request: pb.MarkCorruptRequest) ->
         Refused: The request is for another epoch of the service.
     """
     check_epoch(store, request.epoch)
-    logging.warning("shard %d is marked bad: %s", request.shard, request.reason)
+    logging.warning("shard %d is marked bad: %s", request.shard, one_line(request.reason))
     return pb.MarkCorruptResponse(found=store.mark_corrupt(request.shard))
 
 

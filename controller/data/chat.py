@@ -5,7 +5,9 @@ Needs jinja2 and tokenizers, of the extra `data`, where a template is rendered o
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence, Set
 from datetime import UTC, datetime
@@ -29,6 +31,8 @@ SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 """File that sets special tokens where `TOKENIZER_CONFIG` is of a transformers before 4.34."""
 FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, TEMPLATE, TOOL_TEMPLATE)
 """All files of a model directory that prompts depend on."""
+SAFE_JINJA2 = (3, 1, 6)
+"""First version of jinja2 whose sandbox has no known way out: a template of a model must not run code here."""
 
 
 class Chat:
@@ -214,9 +218,15 @@ def _compile(text: str, now: datetime) -> Any:
     offers.
 
     Raises:
-        ConfigError: The template is not valid.
+        ConfigError: The template is not valid, or jinja2 is older than `SAFE_JINJA2`.
     """
     jinja2 = required("jinja2", "chat templates")
+    installed = importlib.metadata.version("jinja2")
+    if tuple(map(int, re.findall(r"\d+", installed)[:3])) < SAFE_JINJA2:
+        raise ConfigError(
+            f"chat templates: jinja2 {installed} has known ways out of its sandbox, by which a model's template runs "
+            "code; upgrade it: pip install 'jinja2>=3.1.6'"
+        )
     sandbox, extensions = (
         required("jinja2.sandbox", "chat templates"),
         required("jinja2.ext", "chat templates"),

@@ -111,10 +111,21 @@ def differing_keys(table: ServiceTable, description: worker_pb2.DescribeResponse
     Returns:
         One text "KEY is VALUE there and VALUE here" per difference; none for a service that does not report its
         table.
+
+    Raises:
+        ConfigError: What the service reports is no table.
     """
     if not description.table:
         return []
-    theirs, ours = json.loads(description.table), json.loads(table.model_dump_json())
+    try:
+        theirs = json.loads(description.table)
+    except (ValueError, RecursionError):
+        theirs = None
+    if not isinstance(theirs, dict):
+        raise ConfigError(
+            f"the service at {table.address} reports a table in Describe that is no JSON object"
+        )
+    ours = json.loads(table.model_dump_json())
     for key in CHOSEN:
         if ours.get(key) == getattr(description, key):
             theirs[key] = ours[key]  # the service's choice for "auto"
@@ -149,11 +160,11 @@ def _holds_paths(value: Any) -> bool:
 
 
 def _located(value: Any, directory: str) -> Any:
-    """Returns a path, or each path of a list, as an absolute path; relative ones are resolved in `directory`. None and
-    empty texts are returned as they are."""
+    """Returns a path, or each path of a list, as an absolute path; relative ones are resolved in `directory`. Empty
+    texts, and what is no text, are returned as they are."""
     if isinstance(value, list):
         return [_located(each, directory) for each in value]
-    return str((Path(directory) / value).resolve()) if value else value
+    return str((Path(directory) / value).resolve()) if value and isinstance(value, str) else value
 
 
 def shown(value: Any) -> str:

@@ -25,6 +25,7 @@ RlhfError                      INTERNAL             any failure that no class be
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,10 @@ MAX_TRACEBACK = 4000
 MAX_DETAIL = 300
 """Maximum number of characters of an entry of ErrorInfo. This limit, MAX_MESSAGE and MAX_TRACEBACK keep a status
 below about 8 KiB, beyond which gRPC drops it."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Characters that end a line or that a terminal acts on."""
+_TERMINAL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that a terminal acts on, except tabs and ends of lines."""
 
 
 class RlhfError(Exception):
@@ -210,6 +215,23 @@ def shortened(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}... ({len(text)} characters)"
 
 
+def one_line(text: str, most: int = MAX_MESSAGE) -> str:
+    """Returns a text that came from outside as one line for a log, of at most `most` of its characters: it can
+    neither fill the log nor pass for further lines of it. Control characters are escaped."""
+    line = _CONTROL.sub(_escaped, text[:most])
+    return encodable(line if len(text) <= most else f"{line}... ({len(text)} characters)")
+
+
+def printable(text: str) -> str:
+    """Returns a text of several lines, such as a traceback, with the control characters escaped that a terminal acts
+    on, except tabs and ends of lines."""
+    return encodable(_TERMINAL.sub(_escaped, text))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
 def full_traceback(error: BaseException) -> str:
     """Returns the traceback of an error and of its causes as text, also after `drop_frames`."""
     return _kept_tracebacks(error) or "".join(traceback.format_exception(error))
@@ -236,6 +258,7 @@ def _kept_tracebacks(error: BaseException) -> str:
 def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
     """Converts the error of a failed gRPC call to an RlhfError, and returns it. Its class is the one that the server's
     status details name, or else the one of the status code, or else RlhfError. Sets `remote_traceback` and `service`.
+    What the server says is shortened, and made printable.
 
     Args:
         error: Error of the call.
@@ -250,14 +273,15 @@ def from_rpc_error(error: grpc.RpcError, where: str) -> RlhfError:
                 details = _Details.of(status_pb2.Status.FromString(value))
     if code is grpc.StatusCode.UNAVAILABLE and not details.reason:
         message = f"cannot be reached or died: {message}"
-    return _error(code, details, f"{where}: {message}")
+    return _error(code, details, where, message or "")
 
 
 def from_status(status: status_pb2.Status, where: str) -> RlhfError:
     """Converts the result of `to_status` back to an error of the same class, or to a plain RlhfError where the class
-    was no RlhfError, and returns it. `where` becomes the prefix of its message."""
+    was no RlhfError, and returns it. `where` becomes the prefix of its message, which is one line as `from_rpc_error`
+    makes it."""
     code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
-    return _error(code, _Details.of(status), f"{where}: {status.message}")
+    return _error(code, _Details.of(status), where, status.message)
 
 
 @dataclass(frozen=True)
@@ -278,15 +302,17 @@ class _Details:
         ours = info.domain == DOMAIN
         return _Details(
             info.reason if ours else "",
-            info.metadata["service"] if ours and "service" in info.metadata else "",
-            "".join(debug.stack_entries),
+            one_line(info.metadata["service"], MAX_DETAIL) if ours and "service" in info.metadata else "",
+            printable("".join(debug.stack_entries)[-MAX_TRACEBACK:]),
         )
 
 
-def _error(code: grpc.StatusCode | None, details: _Details, message: str) -> RlhfError:
+def _error(code: grpc.StatusCode | None, details: _Details, where: str, message: str) -> RlhfError:
     by_name = {cls.__name__: cls for cls in _tree(RlhfError)}
     by_code = {cls.code: cls for cls in reversed(list(_tree(RlhfError)))}
     cls = by_name.get(details.reason) or by_code.get(code, RlhfError)  # type: ignore[arg-type]
-    raised = cls(message)
+    # Of our servers, a message is already shortened to MAX_MESSAGE and the length that it had.
+    told = one_line(message.replace("\n", " "), 2 * MAX_MESSAGE)
+    raised = cls(f"{where}: {told}")
     raised.remote_traceback, raised.service = details.traceback, details.service
     return raised

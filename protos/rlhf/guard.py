@@ -16,7 +16,7 @@ from rlhf.security import Security
 
 MOST_READS = 1 << 10
 """Most RPCs, streams included, with a token to read that a server handles at a time. They leave most of the server's
-RPCs (`channels.MOST_RPCS`), and of the time of its event loop, to other tokens."""
+RPCs (`channels.MOST_RPCS`) to other tokens."""
 
 HEADER, SCHEME = "authorization", "Bearer "
 Metadata = Any

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from rlhf.v1 import actor_pb2
+from services.models.configs import load_config
 from services.rollout.base import SamplingOptions
 from services.rollout.stops import StopStrings
 
@@ -48,7 +49,7 @@ def end_of_sequence_ids(directory: Path, tokenizer: int | None) -> tuple[int, ..
     try:
         generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except OSError:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = load_config(directory)
         generation = GenerationConfig.from_model_config(config)
     configured: Any = generation.eos_token_id
     given = configured if isinstance(configured, list) else [configured]

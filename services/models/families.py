@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -26,6 +25,7 @@ from transformers import (
 
 from services.compute.layers import speed_up_layers
 from services.compute.linear import speed_up
+from services.models.configs import NO_CODE, load_config
 from services.models.directory import VALUE_HEAD_FILE, first_line, require_model_directory
 from services.models.meta import attention_of, model_on_meta
 from services.models.tokenizers import load_tokenizer
@@ -104,7 +104,7 @@ def load_classifier(
         ValueError: the directory holds another kind of model, or not all of its weights.
     """
     require_model_directory(directory)
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = load_config(directory)
     if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
         return _load(AutoModelForSequenceClassification, directory, dtype, on_meta=on_meta)
     if config.get_text_config().pad_token_id is None:
@@ -140,15 +140,15 @@ def _load(
     try:
         if on_meta:
             return _prepared(model_on_meta(auto_class, directory, dtype, **options))
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = load_config(directory)
         model, report = auto_class.from_pretrained(
             directory,
             dtype=dtype,
             attn_implementation=attention_of(auto_class, config),
-            local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # transformers' error has no names
+            **NO_CODE,
             **options,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from services.compute.torch_internals import buffers_of, non_persistent_buffers
@@ -16,6 +16,7 @@ from services.compute.transformers_internals import (
     initialize_module,
     supports_sdpa,
 )
+from services.models.configs import load_config
 
 
 def model_on_meta(
@@ -32,10 +33,12 @@ def model_on_meta(
     Raises:
         ValueError: the model does not compute one of its buffers.
     """
-    config = config or AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = config or load_config(directory)
     attention = attention_of(auto_class, config)
     with torch.device("meta"):
-        model: Any = auto_class.from_config(config, dtype=dtype, attn_implementation=attention)
+        model: Any = auto_class.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
     if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     compute_buffers(model, model)

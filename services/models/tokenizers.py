@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from services.models.configs import NO_CODE
 from services.models.directory import first_line, require_model_directory
 from services.models.value_model import ValueModel, transformer_of
 from settings.model_files import has_vocabulary
@@ -23,7 +24,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """
     require_model_directory(directory)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, **NO_CODE)
     except (OSError, ValueError) as error:
         if not has_vocabulary(directory):
             raise ValueError(_no_files(directory)) from error

@@ -1,5 +1,5 @@
-"""The processes of a ProcessScorer: a fork server, `python -m services.reward.child CONTROL PARENT FUNCTION OPTIONS`,
-and its children, each of which scores one row at a time.
+"""The processes of a ProcessScorer: a fork server, `python -m services.reward.child CONTROL PARENT FUNCTION` with the
+function's options as JSON on its standard input, and its children, each of which scores one row at a time.
 
 The fork server imports the modules of built-in functions before the first fork, so that a killed child is replaced
 within milliseconds. A user's module is imported by each child, after the fork, since it may start threads, which a
@@ -186,4 +186,7 @@ def _write(stream: BufferedRWPair, kind: bytes, message: bytes = b"") -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    given = sys.stdin.read()
+    with open(os.devnull) as nothing:  # for functions to read
+        os.dup2(nothing.fileno(), 0)
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], given)

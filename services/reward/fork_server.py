@@ -43,12 +43,14 @@ class ForkServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         fd, parent = theirs.fileno(), os.getpid()
-        with theirs:
-            # The output of functions goes to the log, and their standard input is empty.
+        # In memory: every user of the host can read the arguments of a process, and options may be secrets.
+        with theirs, open(os.memfd_create("rlhf-options"), "w+b") as given:
+            given.write(json.dumps(dict(options)).encode())
+            given.seek(0)
+            # The output of functions goes to the log.
             self._process = subprocess.Popen(
-                (*(sys.executable, "-m", "services.reward.child"),
-                 *(str(fd), str(parent), function, json.dumps(dict(options)))),
-                stdin=subprocess.DEVNULL, stdout=2, pass_fds=(fd,), start_new_session=True,
+                (sys.executable, "-m", "services.reward.child", str(fd), str(parent), function),
+                stdin=given, stdout=2, pass_fds=(fd,), start_new_session=True,
             )  # fmt: skip
         self._is_ready = False
         self._turn = asyncio.Lock()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rlhf.errors import OutOfStep
 from services.engines.base import HeldTensor
@@ -23,6 +23,7 @@ from services.engines.collectives import max_over_ranks
 from services.engines.implementation import compute_dtype
 from services.engines.offload import DroppedStorage, allocate_again, drop
 from services.engines.three_d.stage import layouts_of_directory
+from services.models.configs import load_config
 from services.rollout.base import (
     Generation,
     Meter,
@@ -281,5 +282,5 @@ def _zero_kv_cache(worker: Any) -> None:
 def _weight_names(directory: Path) -> set[str]:
     """Returns the names of all weights of the directory's model; tied weights are under every one of their names."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory, local_files_only=True))
+        model = AutoModelForCausalLM.from_config(load_config(directory), trust_remote_code=False)
     return set(model.state_dict())

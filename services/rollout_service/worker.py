@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import AutoConfig
-
 from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2, worker_pb2
 from services.engines.base import HeldTensor
 from services.engines.implementation import compute_dtype
 from services.generation.generator import SequenceGenerator
+from services.models.configs import load_config
 from services.models.positions import longest_row
 from services.models.tokenizers import check_vocabulary
 from services.roles.receiving_worker import ReceivingWorker
@@ -42,7 +41,7 @@ class RolloutWorker(ReceivingWorker):
         super().__init__(table, ranks)
         self.table: RolloutServiceTable = table
         try:
-            config = AutoConfig.from_pretrained(table.model, local_files_only=True).get_text_config()
+            config = load_config(table.model).get_text_config()
             self.vocab_size = config.vocab_size
             check_vocabulary(self.tokenizer, self.vocab_size, table.model)
             self._wanted = self._wanted_by(table, ranks)

@@ -25,7 +25,8 @@ from rlhf.errors import (
     TooManyCalls,
     drop_frames,
     full_traceback,
-    shortened,
+    one_line,
+    printable,
     to_status,
 )
 from services.runtime.deadlines import time_to_answer
@@ -34,6 +35,9 @@ from services.runtime.worker import Worker
 
 DEFAULT_TIMEOUT_S = 600.0
 """Seconds that a call may take if its client has set no deadline."""
+
+MOST_LOGGED = 1 << 16
+"""Most characters of a traceback in the log, its last ones: the texts of errors may repeat those of a request."""
 
 NOT_OF_THIS_RANK = (
     CallCancelled,
@@ -140,7 +144,8 @@ def timeout_s(context: Any) -> float:
 def _log(error: Exception, method: str, call_id: str) -> None:
     """Logs the error of a call: one line for an error of NOT_OF_THIS_RANK without a cause, otherwise the
     traceback."""
+    call_id = one_line(call_id)
     if isinstance(error, NOT_OF_THIS_RANK) and error.__cause__ is None:
-        logging.info("%s %s: %s: %s", method, call_id, type(error).__name__, shortened(str(error)))
+        logging.info("%s %s: %s: %s", method, call_id, type(error).__name__, one_line(str(error)))
     else:
-        logging.error("%s %s failed:\n%s", method, call_id, full_traceback(error))
+        logging.error("%s %s failed:\n%s", method, call_id, printable(full_traceback(error)[-MOST_LOGGED:]))

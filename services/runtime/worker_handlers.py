@@ -160,8 +160,11 @@ class WorkerHandlers:
             gauges={**self._worker.gauges(), **_device_gauges(self._store.stat())},
         )
         if call is not None:
-            status.method, status.call_id = call.method.name, call.call_id
+            status.method = call.method.name
             status.done, status.done_of = call.context.done, call.context.done_of
+            if not self._queue.sessions.is_shared:
+                # It begins with the name of the session, by which other runs of a shared rank could end it.
+                status.call_id = call.call_id
         return status
 
     async def _dispatch(self, requests: Any, context: Any) -> None:

@@ -48,6 +48,14 @@ def test_an_unforeseen_error_points_to_the_log_of_its_service(launched: bool, tm
     assert str(said) == f"actor rank 1 UpdateActor: IndexError: index 22 is out of bounds (traceback: {log})"
 
 
+@pytest.mark.parametrize("service", ["judge", "../judge"])
+def test_an_error_points_to_no_log_that_the_run_has_not_started(service: str, tmp_path: Path) -> None:
+    services = LaunchedServices(load(QUICKSTART, ()), QUICKSTART, tmp_path)
+    error = from_status(to_status(IndexError("index 22"), WHERE | {"service": service}), "judge Score")
+    said = opening.pointing_to_log(error, services)
+    assert str(said) == f"judge Score: IndexError: index 22 (traceback: the log of services.{service})"
+
+
 def test_an_error_that_says_all_there_is_to_say_points_nowhere() -> None:
     error = failed(InvalidRequest("column 'a' is missing"))
     assert opening.pointing_to_log(error, None) is error

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import stat
 import subprocess
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,18 @@ def check_paths(mounts: Any, directory: str) -> None:
     assert {f"{directory}/{top}" for top in (*tops, CONFIG.name)} == given
 
 
+def test_the_pods_may_run_where_pods_are_restricted() -> None:
+    """What the Pod Security Standard "restricted" requires, and no token for the API of the cluster."""
+    for kind in ("StatefulSet", "Job"):
+        pod = manifest(kind)["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        (container,) = pod["containers"]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
 def test_the_containers_are_the_hosts_of_the_config() -> None:
     services = compose()["services"]
     nodes = {name: each for name, each in services.items() if name != "controller"}
@@ -188,6 +201,19 @@ def test_the_image_works_in_the_directory_of_the_mounts() -> None:
         f"--uid {manifest('Job')['spec']['template']['spec']['securityContext']['runAsUser']} "
         in " ".join(lines)
     )
+
+
+def test_the_image_is_built_from_the_packages_and_from_no_keys() -> None:
+    """The directory that `COPY . /source` copies has certs/ and runs/ too, which would stay in a layer of the image."""
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert rules[0] == "*", "all that is not named is left out"
+    copied = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    moved = project["tool"]["setuptools"]["package-dir"]
+    packages = {name.partition(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    needed = {moved.get(name, name).partition("/")[0] for name in packages}
+    assert copied == {*needed, "LICENSE", "README.md", "pyproject.toml", "setup.py"}
+    assert "COPY . /source" in (EXAMPLES / "Dockerfile").read_text()
 
 
 def test_the_batch_script_starts_one_launcher_per_node_and_one_controller(tmp_path: Path) -> None:

@@ -7,10 +7,20 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+from google.rpc import status_pb2
 from google.rpc.error_details_pb2 import DebugInfo, ErrorInfo
 
 from rlhf import errors
-from rlhf.errors import STATUS_KEY, InvalidRequest, Refused, RlhfError, drop_frames, from_rpc_error, to_status
+from rlhf.errors import (
+    STATUS_KEY,
+    InvalidRequest,
+    Refused,
+    RlhfError,
+    drop_frames,
+    from_rpc_error,
+    from_status,
+    to_status,
+)
 
 WHERE = {"service": "actor", "rank": "1", "method": "UpdateActor", "call_id": "c"}
 
@@ -80,6 +90,21 @@ def test_details_that_cannot_be_read_do_not_hide_the_error() -> None:
     arrived = from_rpc_error(Failed(grpc.StatusCode.UNAVAILABLE, "text", b"\xff"), "here")
     assert type(arrived) is errors.ServiceLost
     assert str(arrived) == "here: cannot be reached or died: text"
+
+
+def test_what_a_server_says_is_bounded_and_moves_no_cursor() -> None:
+    info, debug = ErrorInfo(domain=errors.DOMAIN, reason="Refused"), DebugInfo()
+    info.metadata["service"] = "reward\x1b[2J" + "x" * 10**6
+    debug.stack_entries.append("x" * 10**6 + "\n\tline 2\x1b[2J")
+    status = status_pb2.Status(code=grpc.StatusCode.FAILED_PRECONDITION.value[0])
+    status.message = "no\nok\x1b]0;title\x07 \x9b2J" + "x" * 10**6
+    for detail in (info, debug):
+        status.details.add().Pack(detail)
+    arrived = from_status(status, "here")
+    assert str(arrived).startswith(r"here: no ok\x1b]0;title\x07 \x9b2Jxxx")
+    assert arrived.remote_traceback.endswith("xxx\n\tline 2\\x1b[2J")
+    texts = (str(arrived), arrived.remote_traceback, arrived.service)
+    assert all(len(text) < 5_000 and "\x1b" not in text for text in texts)
 
 
 def test_no_two_branches_share_a_code() -> None:

@@ -96,6 +96,12 @@ def test_the_terminal_tells_errors_warnings_objectives_and_the_knee() -> None:
         assert told in text
 
 
+def test_an_address_in_brackets_is_shown_as_it_is() -> None:
+    measured = result(step(10))
+    measured["settings"]["target"] = "[fe80::1]:7101"
+    assert "at [fe80::1]:7101" in shown(table.report(measured))
+
+
 def test_differences_are_of_the_levels_that_both_have() -> None:
     before, after = result(step(10), step(20)), result(step(20, factor=1.5), step(40))
     found = compare.differences(before, after)

@@ -83,6 +83,45 @@ def test_a_directory_without_weights_is_refused(tiny_llama_dir: Path, tmp_path: 
         load_causal_lm(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "change", [{"model_type": "new"}, {"model_type": "vit"}], ids=["unknown", "no_language_model"]
+)
+@pytest.mark.parametrize("on_meta", [False, True], ids=["weights", "meta"])
+def test_code_in_a_directory_is_not_run_and_nobody_is_asked_whether_to(
+    change: dict, on_meta: bool, tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shutil.copytree(tiny_llama_dir, tmp_path, dirs_exist_ok=True)
+    classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    config = json.loads((tmp_path / "config.json").read_text()) | {"auto_map": classes} | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", _never_asked)
+    with pytest.raises(ValueError, match=r"cannot be loaded with AutoModelForCausalLM: .*code") as refused:
+        load_causal_lm(tmp_path, on_meta=on_meta)
+    assert "trust_remote_code" not in str(refused.value)
+
+
+def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked_whether_to(
+    tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shutil.copytree(tiny_llama_dir, tmp_path, dirs_exist_ok=True)
+    for name, change in {
+        "config.json": {"model_type": "new"},
+        "tokenizer_config.json": {
+            "tokenizer_class": "Own",
+            "auto_map": {"AutoTokenizer": ["code.Own", None]},
+        },
+    }.items():
+        path = tmp_path / name
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | change))
+    monkeypatch.setattr("builtins.input", _never_asked)
+    with pytest.raises(ValueError, match=r"has no tokenizer that can be loaded: .*contains custom code"):
+        load_tokenizer(tmp_path)
+
+
+def _never_asked(question: str) -> str:
+    pytest.fail(question)
+
+
 def test_weights_that_are_not_there_are_never_made_up(tiny_llama_dir: Path, tmp_path: Path):
     value_model = load_value_model(tiny_llama_dir)
     write_model(value_model, value_model.state_dict(), tmp_path)

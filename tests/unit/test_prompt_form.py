@@ -3,15 +3,19 @@ responses."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+from packaging.requirements import Requirement
 from transformers import AutoTokenizer
 
 from controller.config.config import Config
+from controller.data.chat import SAFE_JINJA2, Chat
 from controller.data.conversations import with_turns
 from controller.data.malformed import MalformedRow
 from controller.data.prompts import load_data
@@ -61,6 +65,46 @@ def test_a_template_stands_around_the_last_message_of_the_user(tmp_path: Path, m
     row = {"prompt": [user("a"), assistant("b"), user("c"), {"role": "tool", "content": "d"}]}
     text = first_prompt(tmp_path, row, template="[{prompt}]", tokenizer=model)
     assert text == "<user>a\n<assistant>b\n<user>[c]\n<tool>d\n<assistant>"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ('{0.__class__}'|attr('format'))(messages) }}",
+        "{{ 'a'.__init__.__globals__ }}",
+        "{{ raise_exception|attr('__globals__') }}",
+        "{{ strftime_now.__self__.__class__ }}",
+        "{% for name in ['format'] %}{{ ('{0.__class__}'|attr(name))(messages) }}{% endfor %}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_a_template_of_a_model_reaches_nothing_but_its_messages(tmp_path: Path, template: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    try:
+        text = Chat(tmp_path).render([user("1+1?")])
+    except ConfigError:
+        return
+    assert text == "", "what a sandbox refuses is undefined, and renders as nothing"
+
+
+def test_a_jinja2_with_a_known_way_out_of_its_sandbox_renders_no_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment may have it from torch, which takes any version."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ 1 + 1 }}"}))
+    assert Chat(tmp_path).render([]) == "2"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"jinja2": "3.1.5"}[name])
+    with pytest.raises(ConfigError, match=r"jinja2 3\.1\.5 has known ways out of its sandbox"):
+        Chat(tmp_path).render([])
+
+
+def test_the_extra_for_data_takes_nothing_that_runs_code_of_a_model_or_a_dataset() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    needed = {each.name: each for each in map(Requirement, project["optional-dependencies"]["data"])}
+    assert not needed["jinja2"].specifier.contains("3.1.5")
+    assert needed["jinja2"].specifier.contains(".".join(map(str, SAFE_JINJA2)))
+    assert not needed["datasets"].specifier.contains("3.6.0"), "which runs the script of a dataset"
 
 
 @pytest.mark.parametrize(

@@ -362,6 +362,33 @@ def test_the_check_before_a_run_refuses_it_too() -> None:
     preflight.check_function("reward", table("trl"))
 
 
+LOOKS_AT_ARGUMENTS = """
+from pathlib import Path
+
+Path(__file__).with_name("arguments").write_bytes(Path("/proc/self/cmdline").read_bytes())
+
+
+def score(prompt, response, ground_truth, metadata, key):
+    return 0.0
+"""
+
+
+def test_the_options_are_no_argument_of_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every user of the host can read arguments, and options may be secrets."""
+    (tmp_path / "looks_at_arguments.py").write_text(LOOKS_AT_ARGUMENTS)
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
+    reward = {"role": "reward", "address": "127.0.0.1:1", "startup_timeout_s": 30.0}
+    options = {"key": "a secret"}
+    preflight.check_function(
+        "reward", RewardTable(**reward, function="looks_at_arguments:score", options=options)
+    )
+    assert b"a secret" not in (tmp_path / "arguments").read_bytes()
+    with pytest.raises(ConfigError, match="takes none named kye"):
+        preflight.check_function(
+            "reward", RewardTable(**reward, function="looks_at_arguments:score", options={"kye": 1})
+        )
+
+
 STARTS_A_SERVER = """
 import subprocess
 from pathlib import Path

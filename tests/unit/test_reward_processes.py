@@ -95,6 +95,23 @@ def test_what_a_verifier_prints_is_no_verdict_and_there_is_nothing_to_read(score
     assert [verdict.score for verdict in scorer.score_texts(rows("talk", "a"), call())] == [0, 1]
 
 
+def test_the_options_of_a_function_are_no_argument_of_its_processes(path: None) -> None:
+    """Every user of the host can read arguments, and options may be secrets."""
+    scorer = ProcessScorer(
+        "hostile_verifiers:know", {"key": "a secret"}, processes=1, row_timeout_s=ROW_TIMEOUT_S
+    )
+    try:
+        assert [verdict.score for verdict in scorer.score_texts(rows("a secret", "another"), call())] == [
+            1,
+            0,
+        ]
+        server = psutil.Process(scorer._server._process.pid)
+        for process in (server, *server.children(recursive=True)):
+            assert "a secret" not in " ".join(process.cmdline())
+    finally:
+        scorer.close()
+
+
 def test_a_large_row_gets_through(scorer: ProcessScorer) -> None:
     (verdict,) = scorer.score_texts(rows("x" * (5 << 20)), call())
     assert verdict.score == 5 << 20

@@ -15,6 +15,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from services.reward.sandbox import (
 )
 from services.reward.sandbox.program import (
     BadProgramRow,
+    Submission,
     extract_code,
     read_ground_truth,
     read_row,
@@ -135,6 +137,11 @@ def test_whole_numbers_of_a_message_are_integers_and_those_of_json_stay_as_they_
         ({"tests": "[{"}, "", "not JSON"),
         ({"tests": [1]}, "", "test 0: kind is None"),
         ({"tests": [{"kind": "magic"}]}, "", "test 0: kind is 'magic', none of call, stdin, asserts"),
+        (
+            {"tests": [{**CALL, "kind": ["call"]}]},
+            "",
+            "test 0: kind is ['call'], none of call, stdin, asserts",
+        ),
         ({"tests": [CALL, {"kind": "call", "function": "f"}]}, "", "test 1: expected is missing"),
         ({"tests": [{"kind": "asserts", "code": "assert f()"}]}, "", "test 0: entry_point is missing"),
         ({"tests": [{"kind": "stdin", "expected": 1}]}, "", "test 0: expected is missing or not str"),
@@ -442,6 +449,30 @@ def test_a_call_that_should_stop_reads_no_further_row() -> None:
     with pytest.raises(CallCancelled):
         scorer.score_texts([Row()] * 5, call)  # type: ignore[list-item]
     assert len(read) == 1
+
+
+def test_half_a_surrogate_pair_in_a_test_is_the_error_of_its_row_alone() -> None:
+    """JSON has them, messages do not: in the text of an error they made the whole call fail."""
+
+    class FaultyGrader:
+        def submit(self, program: Submission) -> futures.Future[grader.ProgramVerdict]:
+            (done := futures.Future()).set_result(grader.ProgramVerdict(fault="the prelude raises \ud800"))
+            return done
+
+    scorer = SandboxScorer.__new__(SandboxScorer)
+    scorer._score, scorer._grader = "all", FaultyGrader()  # type: ignore[assignment]
+    rows = [reward_pb2.TextRow() for _ in range(2)]
+    rows[0].metadata["tests"] = json.dumps([{**CALL, "\ud800": 1}])
+    rows[1].metadata["tests"] = json.dumps([CALL])
+    first, second = scorer.score_texts(rows, CallContext(common_pb2.Call(), time.monotonic() + 60))
+    assert first.error == "test 0: unknown keys \\ud800"
+    assert second.error == "sandbox: the prelude raises \\ud800"
+
+
+def test_the_cause_of_a_fault_is_cut_whoever_sends_it() -> None:
+    """Tests are code of a data set and can write to the pipe of the verdict."""
+    verdict = grader._verdict(b"1", wire.encode({"fault": "x" * 10**6}), 2, "said")
+    assert verdict.fault == f"{'x' * test_kinds.MAX_CAUSE} said"
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from controller.role_groups.cluster import Cluster
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import Promise
 from nccl_transfer.transports import host_id
-from rlhf.errors import DeadlineExceeded, InvalidRequest, Refused
+from rlhf.errors import ConfigError, DeadlineExceeded, InvalidRequest, Refused
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime import sessions as sessions_module
 from services.runtime.sessions import MOST_SESSIONS, Sessions
@@ -393,6 +393,22 @@ def test_a_config_keeps_what_services_measured_and_they_differ_in_nothing_from_i
 def test_a_service_that_tells_nothing_of_its_config_is_taken_as_it_is() -> None:
     here = ActorTable(role="actor", address="127.0.0.1:1", model=Path("model"))
     assert differing_keys(here, worker_pb2.DescribeResponse()) == []
+
+
+@pytest.mark.parametrize("table", ["model = 1", "[]", "[" * 10**5])
+def test_a_service_whose_table_is_none_is_refused_by_its_address(table: str) -> None:
+    """A reward in another language may take the field for a text of its own."""
+    here = ActorTable(role="actor", address="127.0.0.1:1", model=Path("model"))
+    with pytest.raises(
+        ConfigError, match=r"127\.0\.0\.1:1 reports a table in Describe that is no JSON object"
+    ):
+        differing_keys(here, worker_pb2.DescribeResponse(table=table))
+
+
+def test_a_path_that_is_no_text_there_is_a_difference() -> None:
+    here = ActorTable(role="actor", address="127.0.0.1:1", model=Path("model"))
+    told = worker_pb2.DescribeResponse(table=here.model_dump_json().replace('"model":"model"', '"model":5'))
+    assert differing_keys(here, told) == ['model is 5 there and "model" here']
 
 
 def test_a_run_claims_a_start_after_the_youngest_session_of_any_rank() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +30,10 @@ class Reward(Worker):
     """Computes nothing."""
 
     role = "reward"
+
+
+class SharedReward(Reward):
+    is_frozen = True
 
 
 def handlers_of(queue: CallQueue, worker: Worker, store: TensorStore) -> dict[str, Any]:
@@ -90,6 +95,30 @@ def test_describe_answers_when_the_working_directory_was_removed(
         scratch.rmdir()
         answer = await handlers["Describe"](worker_pb2.DescribeRequest(), cast(Any, None))
         assert answer.working_directory == str(scratch)
+        await queue.drain()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("kind", "told"), [(Reward, "run-1_7"), (SharedReward, "")])
+def test_a_shared_rank_tells_nobody_which_run_it_computes_for(kind: type[Worker], told: str) -> None:
+    """The id of a call begins with the name of its session, by which any holder of the call token could end it."""
+
+    async def main() -> None:
+        worker = kind(RewardTable(role="reward", address="127.0.0.1:1"), Ranks(0, 1, 1))
+        (store := TensorStore(1 << 16)).endpoint = Endpoint("127.0.0.1:1", epoch=1)
+        queue = CallQueue(worker, store, Fetcher("", []))
+        call = SimpleNamespace(
+            call_id="run-1_7",
+            method=SimpleNamespace(name="ComputeReward"),
+            context=SimpleNamespace(done=3, done_of=8),
+        )
+        queue.phase.set(worker_pb2.PHASE_COMPUTING, cast(Any, call))
+        watch = handlers_of(queue, worker, store)["Watch"]
+        status = await anext(watch(worker_pb2.WatchRequest(), cast(Any, None)))
+        assert (status.method, status.done, status.done_of) == ("ComputeReward", 3, 8)
+        assert status.call_id == told
+        queue.phase.set(worker_pb2.PHASE_IDLE, None)
         await queue.drain()
 
     asyncio.run(main())

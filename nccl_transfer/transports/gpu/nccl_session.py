@@ -23,7 +23,7 @@ from nccl_transfer.transports.gpu.communicator import (
     abort_in_background,
 )
 from nccl_transfer.transports.gpu.transaction import Phase, Transaction
-from rlhf.errors import Refused, TransferError
+from rlhf.errors import Refused, TransferError, one_line
 from rlhf.v1 import nccl_pb2 as pb
 
 SEND_PAUSE_S = 1e-4
@@ -100,7 +100,7 @@ class NcclSession:
 
     def _expire(self) -> None:
         """Ends the session: its transaction was not finished by its deadline."""
-        logging.warning("%s was not done by its deadline, and is aborted", self.transaction)
+        logging.warning("%s was not done by its deadline, and is aborted", one_line(str(self.transaction)))
         self.end("it was not done by its deadline")
 
     async def run(self, work: Callable[..., None], *arguments: Any) -> None:

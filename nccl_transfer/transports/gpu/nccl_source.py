@@ -18,7 +18,7 @@ from nccl_transfer.transports.gpu.communicator import (
 from nccl_transfer.transports.gpu.manifest import check_manifest
 from nccl_transfer.transports.gpu.nccl_session import NcclSession
 from nccl_transfer.transports.gpu.transaction import Transaction
-from rlhf.errors import Refused
+from rlhf.errors import Refused, one_line
 from rlhf.v1 import nccl_pb2 as pb
 
 ADVERT = struct.Struct("<I")
@@ -138,7 +138,9 @@ class NcclSource(Source):
         session = self._sessions.get(request.reader)
         if session is None or session.epoch != request.communicator_epoch:
             return pb.AbortResponse(found=False)
-        logging.warning("plan %s was given up by its reader: %s", request.plan, request.reason)
+        logging.warning(
+            "plan %s was given up by its reader: %s", one_line(request.plan), one_line(request.reason)
+        )
         session.end(request.reason)
         return pb.AbortResponse(found=True)
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     DynamicCache,
@@ -32,6 +31,7 @@ from services.engines.three_d.tensor_parallel import (
     VocabularyParallelHead,
     fan_out_input,
 )
+from services.models.configs import load_config
 from services.models.export import save_config, save_generation_config
 from services.models.value_model import ValueModel
 from services.models.weights import WeightsReader, write_weights
@@ -92,7 +92,7 @@ class ModelStage:
     ) -> None:
         self._directory, self._groups = directory, groups
         self.device, self.dtype = device, dtype
-        self.config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+        self.config: PreTrainedConfig = load_config(directory)
         if self.config.model_type not in FAMILIES:
             raise ValueError(
                 f"{directory} is a {self.config.model_type}, engine 3d knows {', '.join(FAMILIES)}"
@@ -337,10 +337,14 @@ def _generation_config(directory: Path) -> GenerationConfig | None:
 
 def _on_meta(directory: Path, dtype: torch.dtype, with_value_head: bool) -> tuple[Any, Any]:
     """Returns the whole model on the meta device, and the transformer in it."""
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = load_config(directory)
     with torch.device("meta"):
         if with_value_head:
-            backbone = AutoModel.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+            backbone = AutoModel.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
+            )
             return ValueModel(backbone), backbone
-        whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+        whole = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
+        )
         return whole, whole.base_model

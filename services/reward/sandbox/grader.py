@@ -19,6 +19,7 @@ from services.reward.sandbox.bubblewrap import Bubblewrap
 from services.reward.sandbox.isolation import Isolation, Process, SandboxFailed, Unsandboxed
 from services.reward.sandbox.program import Submission
 from services.reward.sandbox.remote_program import START_TIMEOUT_S
+from services.reward.sandbox.test_kinds import MAX_CAUSE
 from settings.reward import SandboxTable
 
 GRACE_S = 1.0
@@ -182,7 +183,8 @@ def _verdict(stages: bytes, said: bytes, num_tests: int, errors: str) -> Program
             and test_runner.BEGUN not in stages
             and isinstance(verdict.get("fault"), str)
         ):
-            return ProgramVerdict(fault=f"{verdict['fault']} {errors}".strip())
+            # Tests are code of a data set, which may send any text in place of the test runner.
+            return ProgramVerdict(fault=f"{verdict['fault'][:MAX_CAUSE]} {errors}".strip())
         reasons = verdict["reasons"]
         if len(reasons) == num_tests and all(reason in ("", *REASONS) for reason in reasons):
             return ProgramVerdict(tuple(reasons))

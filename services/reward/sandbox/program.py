@@ -125,7 +125,7 @@ def read_tests(tests: Any) -> list[dict[str, Any]]:
 
 def _checked(number: int, test: Any) -> dict[str, Any]:
     kind = test.get("kind") if isinstance(test, dict) else None
-    if kind not in _TYPES:
+    if not isinstance(kind, str) or kind not in _TYPES:
         raise BadProgramRow(f"test {number}: kind is {kind!r}, none of {', '.join(_TYPES)}")
     full = {**_DEFAULTS[kind], **test}
     if kind == "call" and "expected" in full:
@@ -177,11 +177,12 @@ def read_ground_truth(ground_truth: str) -> list[dict[str, Any]]:
             tests = [_call(name, given, expected) for given, expected in pairs]
         else:
             tests = [{"kind": "stdin", "input": _text(i), "expected": _text(o)} for i, o in pairs]
+        text = json.dumps(tests)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadProgramRow(
             f"no tests: neither metadata.tests nor inputs and outputs as ground truth ({error})"
         ) from None
-    return read_tests(json.dumps(tests))
+    return read_tests(text)
 
 
 def _call(name: str, given: Any, expected: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent import futures
 
-from rlhf.errors import InvalidRequest
+from rlhf.errors import InvalidRequest, encodable
 from rlhf.v1 import reward_pb2
 from services.reward.sandbox.grader import REASONS, Grader, ProgramVerdict
 from services.reward.sandbox.program import BadProgramRow, Submission, read_row
@@ -48,7 +48,7 @@ class SandboxScorer(Scorer):
         scores, reasons = [], Counter()
         for row, future in zip(read, graded, strict=True):
             if future is None or isinstance(row, BadProgramRow):
-                scores.append(reward_pb2.RowScore(error=str(row)))
+                scores.append(reward_pb2.RowScore(error=encodable(str(row))))
                 continue
             verdict = _result(future)
             reasons[verdict.reason] += 1
@@ -86,5 +86,5 @@ def _result(future: futures.Future[ProgramVerdict]) -> ProgramVerdict:
 
 def _row_score(verdict: ProgramVerdict, kind: str) -> reward_pb2.RowScore:
     if verdict.fault:
-        return reward_pb2.RowScore(error=f"sandbox: {verdict.fault}")
+        return reward_pb2.RowScore(error=encodable(f"sandbox: {verdict.fault}"))
     return reward_pb2.RowScore(score=verdict.score(kind))
