@@ -25,11 +25,22 @@ from rlhf.roles import BUILT_IN
 from settings.actor import LoraTable
 from settings.endpoints import HttpTable, JudgeTable
 from settings.engines import VllmTable, ZeroTable
-from settings.model import OptimizerTable
+from settings.generation import GeneratingTable
+from settings.model import LoadedModelTable, ModelTable, OptimizerTable
 from settings.reward import SandboxTable
 from settings.security import SecurityTable
 from settings.service import ServiceTable
 from settings.services import table_type
+
+SHARED = (ServiceTable, LoadedModelTable, ModelTable, GeneratingTable)
+"""Tables whose keys several roles have. Each is shown once."""
+
+
+def _roles_with(table: type[BaseModel]) -> str:
+    """The roles that have the keys of a table, as text."""
+    *roles, last = (f'"{role}"' for role in BUILT_IN if issubclass(table_type(role), table))
+    return f"{', '.join(roles)} or {last}"
+
 
 TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[run]", RunTable),
@@ -43,6 +54,7 @@ TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[checkpoint]", CheckpointTable),
     ("[tracking]", TrackingTable),
     ("[services.NAME] of every role", ServiceTable),
+    *((f"[services.NAME] with role = {_roles_with(table)}", table) for table in SHARED[1:]),
     *((f'[services.NAME] with role = "{role}"', table_type(role)) for role in BUILT_IN),
     ("[services.NAME.sandbox]", SandboxTable),
     ("[services.NAME.judge]", JudgeTable),
@@ -68,10 +80,9 @@ working directory. This page is made from the types in `controller/config/` and 
 def render() -> str:
     """The page."""
     parts = [HEAD, _section("Above all tables", Config, {key: Config.model_fields[key] for key in PLACES})]
-    shared = ServiceTable.model_fields.keys()
     for title, table in TABLES:
-        own = issubclass(table, ServiceTable) and table is not ServiceTable
-        fields = {name: field for name, field in table.model_fields.items() if not (own and name in shared)}
+        inherited = {name for each in table.__mro__[1:] if each in SHARED for name in each.model_fields}
+        fields = {name: field for name, field in table.model_fields.items() if name not in inherited}
         parts.append(_section(f"`{title}`", table, fields))
         if table is AlgorithmTable:
             parts += _algorithms()
@@ -85,8 +96,11 @@ def render() -> str:
 
 
 def _section(title: str, table: type[BaseModel], fields: dict[str, FieldInfo]) -> str:
+    about = f"## {title}\n\n{inspect.getdoc(table) or ''}"
+    if not fields:
+        return f"{about} It has no keys of its own.\n"
     head = "| key | type | default | |\n|---|---|---|---|"
-    return "\n".join([f"## {title}\n\n{inspect.getdoc(table) or ''}\n\n{head}", *_rows(fields)]) + "\n"
+    return "\n".join([f"{about}\n\n{head}", *_rows(fields)]) + "\n"
 
 
 def _algorithms() -> Iterator[str]:

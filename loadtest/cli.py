@@ -163,7 +163,7 @@ def main(
 ) -> None:
     """Load one method of one service of ROLE, and report its latency and throughput.
 
-    ROLE is actor, critic, reference, reward, rollout, or one that an installed package brings.
+    ROLE is actor, critic, reference, reward, rollout, values, or one that an installed package brings.
 
     Methods that change a service (updates, checkpoints, offloading) are not offered. A service of several ranks takes
     its calls from one session at a time: a test is refused while a run has the service.

@@ -27,4 +27,4 @@ class Roles(click.Group):
 
 
 if __name__ == "__main__":
-    Roles(help="Serves one rank of a service of role COMMAND.")(prog_name="python -m services")
+    Roles(help="Serve one rank of a service of role COMMAND.")(prog_name="python -m services")

@@ -56,7 +56,8 @@ class EndpointTable(Strict):
     request_timeout_s: Seconds = 60.0
     """Timeout of one request, in seconds."""
     retries: int = Field(default=4, ge=0)
-    """Maximum number of retries of a request when the endpoint cannot be reached, is busy (429) or fails (5xx)."""
+    """Maximum number of retries of a request when the endpoint cannot be reached, does not answer in time, is busy
+    (408, 409, 425, 429) or fails (5xx)."""
     backoff_s: Seconds = 0.5
     """Wait before the first retry, in seconds, doubled before each further one; or the endpoint's Retry-After where
     that is longer."""

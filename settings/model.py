@@ -117,8 +117,8 @@ class ModelTable(LoadedModelTable):
     real tokens. false pads sequences of similar length to the longest. Models that do not support packing are padded;
     docs/engines.md says which."""
     activation_checkpointing: bool = False
-    """For engines fsdp and 3d: recomputes each layer in the backward pass of an update, so that only its input is
-    kept. Takes less memory and one more forward pass; results are equal bit by bit."""
+    """For engines fsdp and 3d, of a service that learns: recomputes each layer in the backward pass of an update, so
+    that only its input is kept. Takes less memory and one more forward pass; results are equal bit by bit."""
 
     @property
     def training_sizes(self) -> meshes.Sizes:

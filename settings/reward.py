@@ -71,8 +71,8 @@ class RewardTable(ServiceTable):
     `options.mode = "flexible"` for gsm8k."""
     processes: int = Field(default=0, ge=0)
     """For kind function: number of processes that the function runs in, so that it may hang or crash: its process is
-    killed, and the row has the cause in place of a score. 0: the function runs in the service itself; math runs in
-    one process per CPU core."""
+    killed, and the row has the cause in place of a score. Each has at most 4 GiB of address space, and 1 GiB for math
+    and other verifiers. 0: the function runs in the service itself; math runs in one process per CPU core."""
     concurrency: Positive = 16
     """For kind function with an `async` function and no processes: maximum number of rows, or of groups for a function
     that scores groups, that are scored at the same time."""

@@ -51,8 +51,8 @@ class ServiceTable(Strict):
     kernels: Literal["auto", "eager", "compiled"] = "auto"
     """How models of the Llama, Mistral, Qwen2 and Qwen3 families compute norms, gated activations and rotary
     embeddings. eager: operation by operation; compiled: by kernels that torch.compile makes, in fewer passes over
-    memory, which needs a C++ compiler; auto: compiled on a GPU where that works, and eager on a CPU. The bits of
-    results depend on it; the Describe RPC returns which are in use."""
+    memory, which needs a C compiler on a GPU and a C++ compiler on a CPU; auto: compiled on a GPU where that works, and
+    eager on a CPU. The bits of results depend on it; the Describe RPC returns which are in use."""
     arena_mb: Positive = 64
     """Size of each rank's arena in MiB: the memory in which it keeps the rows of its results until the step ends."""
     arena_device_mb: int = Field(default=256, ge=0)

@@ -29,7 +29,8 @@ class AlgorithmTable(ValueClipOptions, ValueLossTable, PpoOptions, PolicyLossTab
     critic_epochs: Positive = 1
     """Number of passes over the rows of a step in an update of the critic."""
     mini_batch_size: Positive = 128
-    """Number of rows of one optimizer step, over all ranks."""
+    """Number of rows of one optimizer step, over all ranks. Must divide `data.prompts_per_step` x
+    `rollout.samples_per_prompt`, and be a multiple of the data-parallel ranks of actors and critics."""
     gamma: Fraction = 1.0
     """Discount gamma of later rewards, per token (GAE, Schulman et al. 2016)."""
     lam: Fraction = 1.0

@@ -19,7 +19,7 @@ class MetricsWriter:
 
     A line is `{"step": 3, "actor/loss": 0.25, ...}`: keys sorted, values as the repr of a float, and values that are
     not finite as "NaN", "Infinity" and "-Infinity" (see `json_text`). Two runs with equal numbers write equal text;
-    only keys with prefix `time/` or `mem/` may differ between runs of one seed.
+    docs/metrics.md has those that differ between runs of one seed.
 
     After an error of `log` a writer can only be closed.
     """

@@ -94,18 +94,35 @@ class Pipeline:
         return self.runs[stage] / trained
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
-    help=f"Pairs as of HH-RLHF, JSONL, gzipped or not.  [default: {FILE} of {REPOSITORY}, downloaded]",
+    metavar="FILE",
+    help="JSONL file with pairs in the form of HH-RLHF, gzipped or not. "
+    f"Default: {FILE} of {REPOSITORY}, which is downloaded.",
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where its directory goes."
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("runs"),
+    show_default=True,
+    metavar="DIRECTORY",
+    help="Directory in which the pipeline makes its own.",
 )
-@click.option("--seed", default=0, help="Of the weights and of every stage.")
 @click.option(
-    "--set", "settings", multiple=True, metavar="STAGE.KEY=VALUE", help="As sft.run.steps=10; repeatable."
+    "--seed",
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Seed of the initial weights and of every stage.",
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="STAGE.KEY=VALUE",
+    help="Override a value of the config of a stage, for example sft.run.steps=10; repeatable.",
 )
 def main(data: Path | None, out: Path, seed: int, settings: tuple[str, ...]) -> None:
     """Supervised fine-tuning, a reward model and PPO from the raw dialogues of HH-RLHF, with a small model."""

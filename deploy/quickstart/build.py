@@ -194,11 +194,13 @@ def build(out: Path, recipe: Recipe) -> None:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to create.")
-@click.option("--seed", default=Recipe.seed, help="Chooses the held-out sums and the training.")
-@click.option("--threads", default=Recipe.threads, help="CPU threads; they decide the bits.")
-@click.option("--target-accuracy", default=Recipe.target_accuracy, help="Where supervised training stops.")
-@click.option("--max-steps", default=Recipe.max_steps, help="Bound on supervised training.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="Directory of the model and the data."
+)
+@click.option("--seed", default=Recipe.seed, help="Seed of the held-out sums and the training.")
+@click.option("--threads", default=Recipe.threads, help="CPU threads, on which the bits depend.")
+@click.option("--target-accuracy", default=Recipe.target_accuracy, help="Share of right answers to stop at.")
+@click.option("--max-steps", default=Recipe.max_steps, help="Most optimizer steps.")
 @click.option("--teacher", is_flag=True, help="Also build a teacher for distillation, in OUT/teacher.")
 def main(
     out: Path, seed: int, threads: int, target_accuracy: float, max_steps: int, *, teacher: bool

@@ -32,6 +32,7 @@ from services.runtime.server import RankServer
 from services.runtime.worker import Worker
 from settings import meshes
 from settings.actor import ActorTable
+from settings.commands import set_option
 from settings.fit import check_model_fits, sized_for_rows
 from settings.hub import fetch, hub_model
 from settings.model import ModelTable
@@ -60,21 +61,21 @@ def command(spec: RoleSpec) -> click.Command:
     """
 
     @click.command(
-        help=f"Serves one rank of the {spec.name} role. rlhf-deploy starts all of a service's ranks, and so does "
-        "torchrun --rdzv-backend rlhf --nproc-per-node RANKS -m ..."
+        help=f"Serve one rank of a service of role {spec.name}.\n\nrlhf-deploy starts all ranks of a service, and so "
+        "does torchrun --rdzv-backend rlhf --nproc-per-node RANKS -m services."
     )
     @click.version_option(package_name="rlhf-cluster", prog_name=f"services {spec.name}")
     @click.option(
         "--config",
-        "config",
         required=True,
         type=click.Path(path_type=Path),
-        help="TOML file with the services' tables.",
+        metavar="FILE",
+        help="TOML file with its tables.",
     )
-    @click.option("--name", default=spec.name, show_default=True, help="Table [services.NAME] to serve.")
     @click.option(
-        "--set", "settings", multiple=True, metavar="KEY.PATH=VALUE", help="Changes a value of the config."
+        "--name", default=spec.name, show_default=True, metavar="NAME", help="Table [services.NAME] to serve."
     )
+    @set_option
     def main(config: Path, name: str, settings: tuple[str, ...]) -> None:
         logging.basicConfig(
             level=logging.INFO, format=f"%(asctime)s {name}/{os.environ.get('RANK', '0')} %(message)s"

@@ -15,7 +15,10 @@ from conformance.cli import main as conformance
 from controller.cli import main as controller
 from controller.mapping.cli import main as mapping
 from deploy.cli import main as deploy
+from deploy.pipeline.cli import main as pipeline
 from loadtest.cli import main as loadtest
+from rlhf.roles import find_role
+from services.runtime.main import command as rank
 from settings.commands import USAGE_ERROR
 
 PROGRAMS = {
@@ -25,6 +28,8 @@ PROGRAMS = {
     "rlhf-loadtest": loadtest,
     "rlhf-conformance": conformance,
 }
+MODULES = {"deploy.pipeline": pipeline, "services actor": rank(find_role("actor"))}
+"""Command lines of modules, `python -m`."""
 QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
 
 
@@ -34,7 +39,7 @@ def commands(name: str, command: click.Command) -> Iterator[tuple[str, click.Com
         yield from commands(f"{name} {inner.name}", inner)
 
 
-COMMANDS = dict(each for name, program in PROGRAMS.items() for each in commands(name, program))
+COMMANDS = dict(each for name, program in {**PROGRAMS, **MODULES}.items() for each in commands(name, program))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

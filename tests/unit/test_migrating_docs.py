@@ -15,13 +15,14 @@ def documented() -> dict[str, set[str]]:
     """The keys of each table of configuration.md, which is made from the types; those of services as services.ROLE, and
     those of every role as services.NAME."""
     keys: dict[str, set[str]] = {}
-    section = ""
+    sections: list[str] = []
     for line in (DOCS / "configuration.md").read_text().splitlines():
         if line.startswith("## "):
-            role, table = re.search(r'role = "(\w+)"', line), re.search(r"\[+([\w.]+)\]+", line)
-            section = f"services.{role[1]}" if role else table[1] if table else ""
+            roles, table = re.findall(r'"(\w+)"', line), re.search(r"\[+([\w.]+)\]+", line)
+            sections = [f"services.{role}" for role in roles] or ([table[1]] if table else [])
         elif row := re.match(r"\| `(\w+)` \|", line):
-            keys.setdefault(section, set()).add(row[1])
+            for section in sections:
+                keys.setdefault(section, set()).add(row[1])
     return keys
 
 

@@ -1,19 +1,23 @@
-"""All pages: links lead to files and headings, TOML and command lines have keys and options that there are, and files,
-modules, chores and keys that sentences name exist."""
+"""All pages: links lead to files and headings, TOML and command lines have keys and options that there are, Python
+imports what exists, files, modules, names, chores and keys that sentences name exist, and counts are right."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.util
 import re
 import shlex
+import textwrap
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import pytest
+from chaos.sandbox_attacks import ATTACKS
 from pydantic import ValidationError
 
 from conformance.cli import main as rlhf_conformance
@@ -22,6 +26,7 @@ from controller.config.algorithm import AlgorithmTable
 from controller.config.checkpoint import CheckpointTable
 from controller.config.config import Config
 from controller.config.data import DataTable
+from controller.config.placements import Placement
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
 from controller.config.tracking import TrackingTable
@@ -29,8 +34,12 @@ from controller.mapping.cli import main as rlhf_map
 from controller.training.run import Run
 from deploy.cli import main as rlhf_deploy
 from loadtest.cli import main as rlhf_loadtest
+from nccl_transfer.refs import protocols
+from rlhf.roles import BUILT_IN
 from settings.security import SecurityTable
+from settings.services import table_type
 from settings.strict import Strict, override
+from settings.transports import TRANSPORTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -190,3 +199,111 @@ def test_a_key_that_a_page_names_exists(page: str) -> None:
     for code in codes(page):
         if found := re.fullmatch(rf"({'|'.join(TABLES)})\.(\w+)(?:[. =].*)?", code):
             assert found[2] in TABLES[found[1]].model_fields or found[2] in OTHER_NAMES, code
+
+
+PACKAGES = {
+    "rlhf": ROOT / "protos",
+    "rlhf_example": ROOT / "examples" / "plugins",
+    **{name: ROOT for name in ROOMS.split("|") if (ROOT / name / "__init__.py").exists()},
+}
+"""Directories that contain our packages, by name."""
+NUMBERS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
+
+
+@functools.cache
+def defined(path: Path) -> frozenset[str]:
+    """Names that a module defines or imports, those in its classes included; generated stubs define what they may."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                found.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                found.add(node.id)
+            case ast.Attribute(ctx=ast.Store()):
+                found.add(node.attr)
+            case ast.alias():
+                found.add(node.asname or node.name)
+    return frozenset(found)
+
+
+def exists(dotted: str) -> bool:
+    """Whether a dotted name is a package or module of ours, or a name in one. What follows that name is not checked."""
+    first, *rest = dotted.split(".")
+    place = PACKAGES[first] / first
+    while rest and (place / rest[0]).is_dir():
+        place /= rest.pop(0)
+    if not rest:
+        return True
+    module = place / f"{rest[0]}.py"
+    if module.is_file():
+        return len(rest) == 1 or rest[1] in defined(module)
+    return (place / f"{rest[0]}.proto").is_file() or (
+        (place / "__init__.py").is_file() and rest[0] in defined(place / "__init__.py")
+    )
+
+
+@pytest.mark.parametrize("page", OF_NOW)
+def test_python_on_a_page_is_valid_and_imports_what_exists(page: str) -> None:
+    for language, block in FENCE.findall(PAGES[page]):
+        for node in ast.walk(ast.parse(textwrap.dedent(block))) if language == "python" else ():
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
+                for alias in node.names:
+                    name = alias.name.removesuffix("_grpc").removesuffix("_pb2")
+                    assert exists(f"{node.module}.{name}"), f"from {node.module} import {alias.name}"
+
+
+@pytest.mark.parametrize("page", OF_NOW)
+def test_names_of_our_modules_in_sentences_exist(page: str) -> None:
+    starts = "|".join(PACKAGES)
+    for code in codes(page):
+        for name in re.findall(rf"(?<![\w./:-])((?:{starts})(?:\.\w+)+)", code):
+            is_file = name.rpartition(".")[2] in ("json", "pem", "key")
+            # The table of a service, and a service of a proto.
+            is_other = re.match(r"services\.\w+(\.|$)|rlhf\.v1\b", name)
+            assert is_file or exists(name) or is_other, name
+
+
+@pytest.mark.parametrize("page", OF_NOW)
+def test_a_key_of_a_service_that_a_page_names_exists(page: str) -> None:
+    tables = [table_type(role) for role in BUILT_IN]
+    roles = {**{role: [table_type(role)] for role in BUILT_IN}, "NAME": tables}
+    for code in codes(page):
+        for role, key in re.findall(rf"(?<![\w./:-])services\.({'|'.join(roles)})\.(\w+)", code):
+            known = any(key in table.model_fields for table in roles[role])
+            assert known or exists(f"services.{role}.{key}"), code
+
+
+def rows_of(page: str, start: str) -> list[str]:
+    """The rows of a page's tables that begin with a text."""
+    return [line for line in PAGES[page].splitlines() if line.startswith(start)]
+
+
+def test_things_are_as_many_as_pages_say() -> None:
+    declared = [each for each in vars(protocols).values() if isinstance(each, type) and "name" in vars(each)]
+    names = [each.name for each in declared if each is not protocols.WholeGroups]
+    types = [name for row in rows_of("docs/models.md", "| ")[1:] for name in row.split("|")[1].split(",")]
+    assert f"[{len(types)} types]" in PAGES["README.md"]
+    assert (
+        f"{NUMBERS[len(names)]} protocols over [{NUMBERS[len(TRANSPORTS)]} transports]" in PAGES["README.md"]
+    )
+    assert f'`placement = "split"` and {NUMBERS[len(get_args(Placement)) - 1]} others' in PAGES["README.md"]
+    changes = len(rows_of("docs/changes.md", "| ")) - 1
+    assert f"{NUMBERS[changes].capitalize()} typical changes" in PAGES["docs/changes.md"]
+    assert f"has {len(ATTACKS)} programs" in PAGES["docs/sandbox.md"]
+    pairs = (ROOT / "tests" / "data" / "math_pairs.jsonl").read_text().splitlines()
+    assert f"On {len(pairs)} pairs" in PAGES["docs/math.md"]

@@ -54,6 +54,16 @@ def test_every_part_of_a_role_of_this_project_is_there(role: str) -> None:
     assert set(BUILT_IN[role].load_tested) <= role_methods(role).keys()
 
 
+@pytest.mark.parametrize(
+    ("receiver", "source", "name"),
+    [("rollout", "actor", "GenerateSequences"), ("values", "critic", "ComputeValues")],
+)
+def test_a_service_declares_what_it_computes_as_the_one_whose_weights_it_has(
+    receiver: str, source: str, name: str
+) -> None:
+    assert role_methods(receiver)[name].spec == role_methods(source)[name].spec
+
+
 def test_an_unknown_role_is_refused_with_the_known_ones() -> None:
     with pytest.raises(PluginError, match=r"'acter' is unknown; did you mean 'actor'\?; known: .*critic"):
         find_role("acter")

@@ -1,4 +1,4 @@
-"""The messages in docs/troubleshooting.md are those of the code."""
+"""The messages in docs/troubleshooting.md, and the errors that other pages quote, are those of the code."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ SHORTEST = 12
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 BLOCKS = re.findall(r"\*\*Symptom\.\*\*[^\n]*(?:\n[^`\n]*)*?```\n(.*?)```", PAGE, re.S)
 SYMPTOMS = [line for block in BLOCKS for line in block.splitlines()]
+QUOTED = [
+    line.strip()
+    for path in sorted((ROOT / "docs").glob("*.md"))
+    for block in re.findall(r"^ *```\n(.*?)^ *```", path.read_text(), re.S | re.M)
+    for line in block.splitlines()
+    if line.lstrip().startswith(("error: ", "fatal: "))
+]
 OF_TORCH = "OutOfMemoryError: CUDA out of memory"
 
 
@@ -37,8 +44,9 @@ def known() -> set[str]:
 
 def test_there_are_messages() -> None:
     assert len(SYMPTOMS) > 15
+    assert len(QUOTED) > 12
 
 
-@pytest.mark.parametrize("line", SYMPTOMS)
+@pytest.mark.parametrize("line", [*SYMPTOMS, *QUOTED])
 def test_a_message_of_the_page_is_one_of_the_code(line: str, known: set[str]) -> None:
     assert line.startswith(OF_TORCH) or any(text in line for text in known)
