@@ -33,8 +33,8 @@ class Reward(Worker):
 
 def handlers_of(queue: CallQueue, worker: Worker, store: TensorStore) -> dict[str, Any]:
     stop = asyncio.Event()
-    boundary, guard = RpcBoundary(worker, "reward", stop), Guard(PLAINTEXT, {})
-    made = WorkerHandlers("reward", worker, {}, queue, store, [], boundary, guard, stop, stop)
+    boundary, guard = RpcBoundary(worker, stop), Guard(PLAINTEXT, {})
+    made = WorkerHandlers(worker, {}, queue, store, [], boundary, guard, stop, stop)
     return cast(dict[str, Any], made.handlers())
 
 
