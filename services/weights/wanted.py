@@ -98,10 +98,8 @@ class WantedWeights:
 
     def _write(self, kept: Tensor, slice_: WeightSlice, values: Incoming) -> None:
         """Copies a piece into the tensor that the rank keeps."""
-        shard, box = self._shard(slice_.name, kept), slice_.box
-        bounds = zip(box.starts, box.stops, shard.offsets, strict=True)
-        place = tuple(slice(start - offset, stop - offset) for start, stop, offset in bounds)
-        values.copy_to(shard.tensor[place])
+        shard = self._shard(slice_.name, kept)
+        values.copy_to(shard.tensor[slice_.box.within(shard.place)])
 
 
 def whole_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> WantedWeights:
