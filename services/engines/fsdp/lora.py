@@ -161,12 +161,12 @@ class LoRAEngine(FSDPEngine):
         return {name: value for name, value in super().load(directory).items() if name != ALPHA}
 
     @torch.no_grad()
-    def _fill(self, empty: Mapping[str, WeightShard], directory: Path | None) -> None:
+    def _fill(self, empty: Mapping[str, WeightShard]) -> None:
         weights = dict(empty)
         for name, first in _first_values(self._layers, self._adapters):
             part = weights.pop(name)
             part.tensor.copy_(first[part.box])
-        super()._fill({_plain_name(name): part for name, part in weights.items()}, directory)
+        super()._fill({_plain_name(name): part for name, part in weights.items()})
 
     @torch.no_grad()
     def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
