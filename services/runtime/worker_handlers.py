@@ -202,7 +202,7 @@ class WorkerHandlers:
             files = await asyncio.to_thread(checkpoint_files, directory, await asyncio.shield(writing))
         except OSError as error:
             raise RlhfError(
-                f"{error.strerror}: {error.filename}" if error.strerror else str(error)
+                f"{error.strerror}: {error.filename}" if error.filename else str(error)
             ) from error
         return worker_pb2.AwaitCheckpointResponse(files=files)
 
