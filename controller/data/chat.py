@@ -22,6 +22,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 SAID = "<<response>>"
 """Stands for a response where the text after it is rendered."""
+BEGUN: Messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
+"""A conversation up to such a response."""
 TEMPLATE, TOKENIZER, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"
 TOOL_USE, TOOL_TEMPLATE = "tool_use", "additional_chat_templates/tool_use.jinja"
 """Name and file of a model's second template, for conversations with tools."""
@@ -75,8 +77,7 @@ class Chat:
             ConfigError: The model has no chat template, it cannot render the messages, or it does not render
                 conversations so that messages are only added.
         """
-        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
-        alone, whole = self._rendered(begun, is_open=False), self._rendered([*begun, *messages])
+        alone, whole = self._rendered(BEGUN, is_open=False), self._rendered([*BEGUN, *messages])
         # The first: messages may contain the text as well.
         _, found, end = alone.partition(SAID)
         _, found_again, rest = whole.partition(SAID)
@@ -95,8 +96,7 @@ class Chat:
             ConfigError: The model has no chat template or tokenizer, or the template cannot render a conversation of
                 two messages.
         """
-        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
-        end = self._rendered(begun, is_open=False).partition(SAID)[2]
+        end = self._rendered(BEGUN, is_open=False).partition(SAID)[2]
         special = [
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
         ]
