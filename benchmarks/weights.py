@@ -134,7 +134,7 @@ def run_source(arguments: tuple[Path, str, int, bool], parent: Connection) -> No
         worker = ReferenceWorker(table, Ranks(0, 1, 1))
         threading.Thread(target=end_with_parent, daemon=True).start()
         parent.send("ready")
-        asyncio.run(RankServer(worker, "reference").serve())
+        asyncio.run(RankServer(worker).serve())
 
 
 class Receiver:

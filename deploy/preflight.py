@@ -72,28 +72,23 @@ def check(
             address cannot be served, is that of another service or is open to other hosts in plaintext, or a file of
             `[security]` cannot be read.
     """
-    for name in names:
-        check_torch(name, config.services[name])
-    for name in names:
-        check_engines(name, config.services[name])
-    for name in names:
-        check_endpoint(name, config.services[name])
-    for name in names:
-        check_model(name, config.services[name])
-    for name in names:
-        check_model_fits(name, config.services[name], config.rollout.max_response_tokens)
-        check_vllm_cache(name, config.services[name], config.row_tokens)
-    for name in names:
-        check_model_files(name, config.services[name])
-    for name in names:
-        check_transports(name, config.services[name])
-    first_here = {name: config.services[name] for name in names if name not in elsewhere}
+    tables = {name: config.services[name] for name in names}
+    # One check after another, each of all services, so that the first error is that of the most basic one.
+    for check_one in (check_torch, check_engines, check_endpoint, check_model):
+        for name, table in tables.items():
+            check_one(name, table)
+    for name, table in tables.items():
+        check_model_fits(name, table, config.rollout.max_response_tokens)
+        check_vllm_cache(name, table, config.row_tokens)
+    for check_one in (check_model_files, check_transports):
+        for name, table in tables.items():
+            check_one(name, table)
+    first_here = {name: table for name, table in tables.items() if name not in elsewhere}
     for name, table in first_here.items():
         check_address(name, table, should_stop)
     check_ports(first_here)
     security = config.security.load()
-    for name in names:
-        table = config.services[name]
+    for name, table in tables.items():
         security.check_listening(table.bind_address.rpartition(":")[0], f"services.{name}.{table.bind_key}")
 
 

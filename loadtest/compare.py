@@ -11,12 +11,12 @@ from typing import Any
 from rich.table import Table
 
 from loadtest.run import FORMAT
+from loadtest.table import PERCENTILES
 from reports.units import rate_text, seconds_text
 from rlhf.errors import ConfigError
 
 Json = Mapping[str, Any]
 
-LATENCIES = ("mean", "p50", "p90", "p99", "p99.9", "max")
 _NOT_COMPARED = ("target", "objectives", "data")
 
 
@@ -87,7 +87,7 @@ def _of_step(before: Json, after: Json) -> Iterator[Difference]:
     level = before["level"]
     yield Difference(level, "answered/s", before["throughput_per_s"], after["throughput_per_s"])
     yield Difference(level, "errors", sum(before["errors"].values()), sum(after["errors"].values()))
-    for name in LATENCIES:
+    for name in PERCENTILES:
         yield _time(level, name, before["latency_s"].get(name), after["latency_s"].get(name))
     for part in before["server_s"].keys() & after["server_s"].keys():
         means = (step["server_s"][part]["mean"] for step in (before, after))

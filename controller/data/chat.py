@@ -24,6 +24,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 SAID = "<<response>>"
 """Stands for a response where the text after it is rendered."""
+BEGUN: Messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
+"""A conversation up to such a response."""
 TEMPLATE, TOKENIZER, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"
 TOOL_USE, TOOL_TEMPLATE = "tool_use", "additional_chat_templates/tool_use.jinja"
 """Name and file of a model's second template, for conversations with tools."""
@@ -79,8 +81,7 @@ class Chat:
             ConfigError: The model has no chat template, it cannot render the messages, or it does not render
                 conversations so that messages are only added.
         """
-        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
-        alone, whole = self._rendered(begun, is_open=False), self._rendered([*begun, *messages])
+        alone, whole = self._rendered(BEGUN, is_open=False), self._rendered([*BEGUN, *messages])
         # The first: messages may contain the text as well.
         _, found, end = alone.partition(SAID)
         _, found_again, rest = whole.partition(SAID)
@@ -120,8 +121,7 @@ class Chat:
 
     def _after_message(self) -> str:
         """Renders what follows the content of a message of the assistant that is the last of a conversation."""
-        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
-        return self._rendered(begun, is_open=False).partition(SAID)[2]
+        return self._rendered(BEGUN, is_open=False).partition(SAID)[2]
 
     @property
     def eos_token(self) -> str:

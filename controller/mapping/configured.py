@@ -17,7 +17,6 @@ from controller.mapping.workload import Workload
 from rlhf.errors import ConfigError
 from settings.memory.generation import cache_bytes_per_token
 from settings.memory.services import NotPredicted, service_use
-from settings.memory.use import ModelUse
 from settings.reward import RewardTable
 
 
@@ -138,20 +137,14 @@ def described_times(model: Model, site: Site, workload: Workload) -> list[float]
 
 def _together(model: Model, workload: Workload) -> int:
     """Returns the rows that a generation replica has in its KV cache; 0 for other roles than actors."""
-    use, rows = model.use, model.rows(workload)
-    if use.rollout is None:
+    use, rows, rollout = model.use, model.rows(workload), model.use.rollout
+    if rollout is None:
         return 0
-    length = rows.prompt_tokens + rows.response_tokens
-    most = use.rollout.cache_tokens if use.rollout.engine == "hf" else _tokens_of_cache(use)
+    length, most = rows.prompt_tokens + rows.response_tokens, rollout.cache_tokens
+    if rollout.engine != "hf":
+        most = rollout.cache_bytes // cache_bytes_per_token(use.shape, rollout.tensor, use.itemsize)
     generated = max((call.rows for call in model.calls if call.kind == "generation"), default=workload.rows)
     return max(1, min(most // length, rows_together(use, generated, 1)))
-
-
-def _tokens_of_cache(use: ModelUse) -> int:
-    """Returns the tokens that the KV cache of a replica of vLLM has room for."""
-    rollout = use.rollout
-    assert rollout is not None, "only actors generate"
-    return rollout.cache_bytes // cache_bytes_per_token(use.shape, rollout.tensor, use.itemsize)
 
 
 def _sharing(config: Config, models: Sequence[Model]) -> list[tuple[list[int], int]]:

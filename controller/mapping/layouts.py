@@ -167,8 +167,7 @@ def _unused(rollout: RolloutUse, use: ModelUse) -> RolloutUse:
 
 def _generating(use: ModelUse) -> Iterator[ModelUse]:
     """Yields a use with each mesh of generation, whose sizes divide those of training."""
-    rollout = use.rollout
-    assert rollout is not None, "it generates"
+    rollout = use.rollout_engine
     if use.engine == "none":
         if use.mesh[0] == 1 or rollout.engine == "hf":
             yield replace(use, rollout=replace(rollout, pipeline=use.mesh[0], tensor=use.mesh[1]))
@@ -186,8 +185,7 @@ def _waves(
 ) -> Iterator[Option]:
     """Yields the layouts of an actor, one for each number of waves of generation, until a smaller cache takes no less
     memory, but longer."""
-    rows, rollout = model.rows(workload), use.rollout
-    assert rollout is not None, "it generates"
+    rows, rollout = model.rows(workload), use.rollout_engine
     generated = max((call.rows for call in model.calls if call.kind == "generation"), default=1)
     length = rows.prompt_tokens + rows.response_tokens
     base = others[0] + transition_s(use, site)
@@ -231,8 +229,7 @@ def service_times(model: Model, use: ModelUse, site: Site, workload: Workload, t
 
 def cache_of(use: ModelUse, tokens: int) -> int:
     """Returns the bytes of a rank's KV cache of `tokens` tokens, rounded up to MiB."""
-    rollout = use.rollout
-    assert rollout is not None, "it generates"
+    rollout = use.rollout_engine
     per_token = cache_bytes_per_token(use.shape, rollout.tensor, use.itemsize) // rollout.pipeline
     return -(-tokens * per_token // MIB) * MIB
 

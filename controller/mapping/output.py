@@ -125,8 +125,7 @@ def _placed(given: Mapping[str, Any], pool: str, option: Option) -> dict[str, An
 
 
 def _generating(table: Mapping[str, Any], use: ModelUse) -> dict[str, Any]:
-    rollout = use.rollout
-    assert rollout is not None, "it has a rollout engine"
+    rollout = use.rollout_engine
     keys: dict[str, Any] = {}
     if use.engine == "3d":
         keys["generation_mesh"] = generation_mesh(use)
@@ -141,8 +140,7 @@ def _generating(table: Mapping[str, Any], use: ModelUse) -> dict[str, Any]:
 
 def generation_mesh(use: ModelUse) -> str:
     """Returns the mesh pg-tg-dg-d of an actor."""
-    rollout, (pipeline, tensor, data) = use.rollout, use.mesh
-    assert rollout is not None, "it has a rollout engine"
+    rollout, (pipeline, tensor, data) = use.rollout_engine, use.mesh
     micro = pipeline * tensor // (rollout.pipeline * rollout.tensor)
     return joined((rollout.pipeline, rollout.tensor, micro, data))
 

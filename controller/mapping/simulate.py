@@ -208,10 +208,7 @@ def generation_s(use: ModelUse, site: Site, rows: int, workload: Workload, *, to
         workload: Lengths of prompts and responses.
         together: Most rows that a generation replica has in its KV cache; it generates the others after these.
     """
-    rollout = use.rollout
-    assert rollout is not None, "it generates"
-    replicas = use.ranks // (rollout.pipeline * rollout.tensor)
-    per_replica = -(-rows // replicas)
+    per_replica = -(-rows // use.generation_replicas)
     full, rest = divmod(per_replica, together)
     total = full * _wave_s(use, site, together, workload)
     return total + (_wave_s(use, site, rest, workload) if rest else 0.0)
@@ -220,8 +217,7 @@ def generation_s(use: ModelUse, site: Site, rows: int, workload: Workload, *, to
 def _wave_s(use: ModelUse, site: Site, rows: int, workload: Workload) -> float:
     """Returns the seconds in which a replica generates rows that fit into its KV cache: a pass over the prompts, and
     decoding steps, each of which reads the weights, and the cache of the rows that go on."""
-    rollout = use.rollout
-    assert rollout is not None, "it generates"
+    rollout = use.rollout_engine
     parts = rollout.pipeline * rollout.tensor
     shape, group, prompt = use.shape, site.group, workload.prompts.mean
     rate = group.flops(use.dtype)
@@ -246,8 +242,7 @@ def _wave_s(use: ModelUse, site: Site, rows: int, workload: Workload) -> float:
 def _layers_s(use: ModelUse, site: Site, tokens: float) -> float:
     """Returns the seconds of a pass over all layers without computation: all-reduces, sends between stages, and kernel
     launches."""
-    rollout = use.rollout
-    assert rollout is not None, "it generates"
+    rollout = use.rollout_engine
     hidden = tokens * use.shape.hidden * use.itemsize
     reduces = 2 * use.shape.layers * site.all_reduce(hidden, rollout.tensor, use.mesh[1])
     sends = (rollout.pipeline - 1) * site.send(hidden, use.mesh[0] * use.mesh[1], rollout.tensor)
@@ -257,8 +252,7 @@ def _layers_s(use: ModelUse, site: Site, tokens: float) -> float:
 def transition_s(use: ModelUse, site: Site) -> float:
     """Returns the seconds of the gathering of generation weights: each rank receives what its generation shard has
     beyond its training shard (HybridFlow, table 2)."""
-    rollout = use.rollout
-    assert rollout is not None, "it generates"
+    rollout = use.rollout_engine
     if use.engine == "none":
         return 0.0
     pipeline, tensor, data = use.mesh
@@ -292,7 +286,5 @@ def sync_s(use: ModelUse, site: Site) -> float:
 
 def rows_together(use: ModelUse, rows: int, waves: int) -> int:
     """Returns the rows that a generation replica has in its KV cache where it generates its share in `waves` waves."""
-    rollout = use.rollout
-    assert rollout is not None, "it generates"
-    per_replica = -(-rows // (use.ranks // (rollout.pipeline * rollout.tensor)))
+    per_replica = -(-rows // use.generation_replicas)
     return -(-per_replica // waves)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
@@ -14,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from controller.tracking.timeline import EARLIER_FILE, TIMELINE_FILE, read_events
+from controller.tracking.timeline import EARLIER_FILE, TIMELINE_FILE, read_events, thread_of
 from rlhf.errors import ConfigError
 
 ServiceMethod = tuple[str, str]
@@ -161,7 +160,7 @@ def timed_calls(run_dir: Path) -> list[TimedCall]:
 def _calls_of(events: Sequence[Mapping[str, Any]]) -> Iterator[TimedCall]:
     """Yields the calls of the controller's tracks."""
     tracks = {
-        (event["pid"], event["tid"]): re.sub(r" \(\d+\)$", "", event["args"]["name"])
+        (event["pid"], event["tid"]): thread_of(event["args"]["name"])
         for event in events
         if event["name"] == "thread_name"
     }

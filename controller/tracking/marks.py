@@ -11,7 +11,7 @@ from pathlib import Path
 
 from controller.tracking.metrics import METRICS_FILE, SAMPLES_FILE
 from controller.tracking.run_directory import writing
-from controller.tracking.tensorboard import DIRECTORY
+from controller.tracking.tensorboard import event_files
 from controller.tracking.timeline import EARLIER_FILE, TIMELINE_FILE
 from rlhf.errors import RlhfError
 
@@ -49,7 +49,8 @@ def mark_files(run_dir: Path) -> dict[str, Mark]:
     """Returns the marks at the present ends of metrics, samples, timeline and TensorBoard events of a run, by path
     relative to its directory. Raises RlhfError where a file cannot be read."""
     with writing(run_dir, "the marks of a checkpoint"):
-        paths = [run_dir / METRICS_FILE, run_dir / SAMPLES_FILE, run_dir / TIMELINE_FILE, *_events(run_dir)]
+        names = (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE)
+        paths = [*(run_dir / name for name in names), *event_files(run_dir)]
         return {path.relative_to(run_dir).as_posix(): Mark.at_end(path) for path in paths}
 
 
@@ -72,7 +73,7 @@ def cut_files(run_dir: Path, marks: Mapping[str, Mark]) -> None:
         for name, mark in marks.items():
             if (run_dir / name).exists():
                 os.truncate(run_dir / name, mark.size)
-        for path in _events(run_dir):
+        for path in event_files(run_dir):
             if path.relative_to(run_dir).as_posix() not in marks:
                 path.unlink()
 
@@ -86,10 +87,6 @@ def _find_timeline(run_dir: Path, mark: Mark | None) -> None:
     timeline.unlink(missing_ok=True)
     if mark.is_in(earlier):
         earlier.rename(timeline)
-
-
-def _events(run_dir: Path) -> list[Path]:
-    return sorted((run_dir / DIRECTORY).glob("events.out.tfevents.*"))
 
 
 def _tail(path: Path, size: int) -> str:

@@ -30,7 +30,7 @@ class EventFile:
     newest event file that is there."""
 
     def __init__(self, run_dir: Path) -> None:
-        found = sorted((run_dir / DIRECTORY).glob("events.out.tfevents.*"))
+        found = event_files(run_dir)
         name = found[-1].name if found else f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
         version = record(_wall_time(time.time()) + _bytes(3, b"brain.Event:2"))
         self._file = AppendFile(run_dir, f"{DIRECTORY}/{name}", b"" if found else version)
@@ -42,6 +42,11 @@ class EventFile:
     def close(self) -> None:
         """Closes the file; may be called again."""
         self._file.close()
+
+
+def event_files(run_dir: Path) -> list[Path]:
+    """Returns the paths of the event files of a run, oldest first."""
+    return sorted((run_dir / DIRECTORY).glob("events.out.tfevents.*"))
 
 
 def scalar_event(unix_s: float, step: int, scalars: Mapping[str, float]) -> bytes:

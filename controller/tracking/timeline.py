@@ -175,6 +175,11 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return events
 
 
+def thread_of(lane: str) -> str:
+    """Returns the name of a track's thread from that of one of its lanes."""
+    return re.sub(r" \(\d+\)$", "", lane)
+
+
 class _Tracks:
     """Assigns numbers to processes, and within each process to threads, from 1 in the order of their first events.
     Events of one track that overlap in part get different threads."""
@@ -195,7 +200,7 @@ class _Tracks:
                 processes[pid] = name
             elif event["name"] == "thread_name":
                 tracks._tids[pid] = max(tid, tracks._tids.get(pid, 0))
-                track = processes[pid], re.sub(r" \(\d+\)$", "", name)
+                track = processes[pid], thread_of(name)
                 tracks._lanes.setdefault(track, []).append(_Lane(tid))
         return tracks
 

@@ -108,17 +108,9 @@ class Slice:
         return Slice((0,) * len(shape), tuple(shape))
 
     @staticmethod
-    def shard(shape: Sequence[int], axis: int, index: int, parts: int) -> Slice:
-        """Returns part `index` of `parts` equal parts of a tensor along `axis`.
-
-        Raises:
-            TransferError: The axis is not divisible by `parts`.
-        """
-        if shape[axis] % parts:
-            raise TransferError(f"axis {axis} of {tuple(shape)} does not divide into {parts} parts")
-        starts, stops, each = [0] * len(shape), list(shape), shape[axis] // parts
-        starts[axis], stops[axis] = index * each, (index + 1) * each
-        return Slice(tuple(starts), tuple(stops))
+    def at(starts: Sequence[int], shape: Sequence[int]) -> Slice:
+        """Returns the slice of shape `shape` that begins at index `starts` of its tensor."""
+        return Slice(tuple(starts), tuple(a + size for a, size in zip(starts, shape, strict=True)))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -128,13 +128,12 @@ class RemoteColumn:
 
     @functools.cached_property
     def _found_runs(self) -> tuple[ShardRun, ...]:
-        return tuple(self._find_runs())
-
-    def _find_runs(self) -> Iterator[ShardRun]:
         shards, size = self.scattered.shards, self.element_bytes
         totals = np.add.reduceat(self.elements, self._run_starts)
-        for (shard, rows, first), total in zip(self.run_places, totals.tolist(), strict=True):
-            yield ShardRun(shards[shard], rows, first * size, total * size)
+        return tuple(
+            ShardRun(shards[shard], rows, first * size, total * size)
+            for (shard, rows, first), total in zip(self.run_places, totals.tolist(), strict=True)
+        )
 
     @functools.cached_property
     def _run_starts(self) -> np.ndarray:

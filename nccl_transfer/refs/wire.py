@@ -156,7 +156,7 @@ def from_proto(message: pb.Batch) -> Batch:
             f"a batch has {message.rows} rows in {scattered} columns of several runs; at most {MAX_ROWS} are allowed "
             "in all of these columns together"
         )
-    shards = tuple(_places(message)[1])
+    shards = _shards(message)
     columns: dict[str, Column] = {}
     known: dict[int, _Lengths] = {}
     for number, column in enumerate(message.columns, start=1):
@@ -182,8 +182,8 @@ def relays_from_proto(message: pb.Batch) -> list[Relay]:
     return relays
 
 
-def _places(message: pb.Batch) -> tuple[list[Endpoint], list[Shard]]:
-    """Decodes the endpoints and the shards of a batch. Raises InvalidRequest where they are inconsistent."""
+def _shards(message: pb.Batch) -> tuple[Shard, ...]:
+    """Decodes the shards of a batch. Raises InvalidRequest where they are inconsistent."""
     endpoints = [endpoint_from_proto(endpoint) for endpoint in message.endpoints]
     shards = []
     for shard in message.shards:
@@ -201,7 +201,7 @@ def _places(message: pb.Batch) -> tuple[list[Endpoint], list[Shard]]:
         shards.append(
             Shard(endpoints[shard.endpoint], shard.id, shard.offset, shard.nbytes, checksums, space)
         )
-    return endpoints, shards
+    return tuple(shards)
 
 
 def row_numbers(message: pb.Batch) -> np.ndarray:

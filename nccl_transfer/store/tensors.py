@@ -19,28 +19,14 @@ _CARRIED_AS = {
 """Torch dtype that carries each element type that numpy lacks: an unsigned integer of the same size."""
 
 
-@overload
-def to_torch(values: np.ndarray, dtype: str) -> torch.Tensor: ...
-
-
-@overload
-def to_torch(values: Jagged[np.ndarray], dtype: str) -> Jagged[torch.Tensor]: ...
-
-
-def to_torch(values: np.ndarray | Jagged[np.ndarray], dtype: str) -> torch.Tensor | Jagged[torch.Tensor]:
-    """Converts a numpy array to a tensor of element type `dtype`, which shares its memory; a read-only array is
-    copied.
+def to_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
+    """Converts a numpy array to a tensor of the same shape, which shares its memory; a read-only array is copied.
 
     Args:
-        values: Array of any shape or jagged array, in the carrier of `dtype` (`nccl_transfer.refs.dtypes.CARRIERS`).
+        array: Array of any shape, in the carrier of `dtype` (`nccl_transfer.refs.dtypes.CARRIERS`).
         dtype: Name of the element type, as in `FetchedRows.dtypes`.
-
-    Returns:
-        A tensor of the same shape, or a jagged array of a tensor.
     """
-    if isinstance(values, Jagged):
-        return Jagged(to_torch(values.values, dtype), values.lengths)
-    tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     return tensor.view(getattr(torch, dtype))
 
 

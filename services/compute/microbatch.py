@@ -37,8 +37,7 @@ class MicroBatch:
 
     Args:
         rows: index of each sequence's row among this rank's rows, [B] int64.
-        response_lengths: response tokens of each sequence, [B] int64; like all below, of the sampled ones.
-        column_lengths: response tokens of every row of this rank, [rows] int64.
+        column_lengths: response tokens of every row of this rank, [rows] int64; like all below, of the sampled ones.
         input_ids_BT: token ids of prompts and responses, padded on the right. If packed, [1, T], without the last
             token of each response.
         response_ids_N: token ids of all responses, concatenated in the order of `rows`.
@@ -58,7 +57,6 @@ class MicroBatch:
     """
 
     rows: np.ndarray
-    response_lengths: np.ndarray
     column_lengths: np.ndarray
     input_ids_BT: Tensor
     response_ids_N: Tensor
@@ -159,7 +157,6 @@ def dummy_micro_batch() -> MicroBatch:
     fewer micro-batches than others."""
     return MicroBatch(
         rows=np.empty(0, dtype=np.int64),
-        response_lengths=np.zeros(1, dtype=np.int64),
         column_lengths=np.empty(0, dtype=np.int64),
         input_ids_BT=torch.zeros((1, 1), dtype=torch.int64),
         response_ids_N=torch.zeros(0, dtype=torch.int64),
@@ -208,7 +205,6 @@ def pad(
     predicting_BR = (prompt_lengths_B1 - 1 + token_BR).clamp(max=num_positions - 1)
     return MicroBatch(
         rows=rows,
-        response_lengths=sampled.lengths_B,
         column_lengths=sampled.column_lengths,
         input_ids_BT=input_ids_BT,
         response_ids_N=sampled.among(response_ids_N),
@@ -267,7 +263,6 @@ def pack(
     output_BR = np.searchsorted(read_N, predicting_BR).clip(max=len(read_N) - 1)
     packed = MicroBatch(
         rows=rows,
-        response_lengths=sampled.lengths_B,
         column_lengths=sampled.column_lengths,
         input_ids_BT=input_ids_T[None],
         response_ids_N=sampled.among(response_ids_N),
@@ -301,7 +296,6 @@ def _shared(
     own_N = torch.from_numpy(np.flatnonzero(own_BR[mask_BR])).to(device)
     part = MicroBatch(
         rows=packed.rows,
-        response_lengths=own_BR.sum(axis=1),
         column_lengths=packed.column_lengths,
         input_ids_BT=ranks.own(packed.input_ids_BT[0])[None],
         response_ids_N=packed.response_ids_N[own_N],

@@ -18,11 +18,6 @@ class Offloader:
     def __init__(self) -> None:
         self._offloaded: list[OffloadedStorage] = []
 
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether the tensors are in host memory."""
-        return bool(self._offloaded)
-
     def check_onloaded(self) -> None:
         """Raises EngineOffloaded if the tensors are in host memory."""
         if self._offloaded:

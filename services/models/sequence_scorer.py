@@ -45,10 +45,10 @@ class SequenceScorer:
         token_budget: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        load: Callable[[Path, torch.dtype], PreTrainedModel] | None = None,
+        load: Callable[[Path, torch.dtype], PreTrainedModel] = load_scoring_model,
     ) -> None:
         self.tokenizer = load_tokenizer(directory)
-        self.model = load(directory, dtype) if load else load_scoring_model(directory, dtype)
+        self.model = load(directory, dtype)
         check_tokenizer(self.tokenizer, self.model)
         embedding: Any = self.model.get_input_embeddings()
         self.vocab_size: int = embedding.num_embeddings

@@ -10,6 +10,7 @@ from rlhf.errors import ConfigError
 from rlhf.v1 import reward_pb2, worker_pb2
 from services.engines.base import HeldTensor
 from services.engines.implementation import compute_dtype
+from services.models.families import load_scoring_model
 from services.models.sequence_scorer import SequenceScorer
 from services.models.tokenizers import vocabulary_hash
 from services.reward.scorers.base import Scorer, row_score
@@ -112,14 +113,13 @@ class ModelScorer(SequenceModelScorer):
 
     Args:
         table: Config of the service.
-        load: Function that loads the model from its directory. Default: one that refuses a directory in which weights
-            are missing.
+        load: Function that loads the model from its directory.
 
     Raises:
         ConfigError: The table names no model, or one that cannot be loaded.
     """
 
-    def __init__(self, table: RewardTable, load: Callable[..., Any] | None = None) -> None:
+    def __init__(self, table: RewardTable, load: Callable[..., Any] = load_scoring_model) -> None:
         if table.model is None:
             raise ConfigError("model: a reward of kind model needs the directory of one")
         try:

@@ -94,8 +94,4 @@ class ShardedLearningRewardWorker(PairRewardWorker):
         super().__init__(table, ranks)
         self.scorer = ShardedScorer(table, self)
 
-    @register("DP_PROTO")
-    def compute_reward(
-        self, rows: CallRows, request: reward_pb2.ComputeRewardRequest, call: CallContext
-    ) -> CallResult:
-        return score_request(self.scorer, rows, request, call)
+    compute_reward = ShardedRewardWorker.compute_reward

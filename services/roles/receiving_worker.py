@@ -13,7 +13,7 @@ from typing import Any
 
 from nccl_transfer.refs.weight_plans import WeightSlice, WeightTransfer
 from nccl_transfer.refs.wire_weights import slice_to_proto, transfer_from_proto
-from rlhf.errors import DeadlineExceeded, InvalidRequest, Refused
+from rlhf.errors import DeadlineExceeded, InvalidRequest, Refused, TransferError
 from rlhf.v1 import rollout_pb2
 from services.roles.language_worker import LanguageWorker
 from services.roles.state_history import check_state_id
@@ -40,6 +40,7 @@ class Inbox(ABC):
     def __init__(self, *, second_buffer: bool) -> None:
         self.versions = Versions(second_buffer=second_buffer)
         self.lock = threading.RLock()
+        self._is_in_buffer = False
 
     @abstractmethod
     def slices(self) -> Sequence[WeightSlice]:
@@ -59,16 +60,39 @@ class Inbox(ABC):
         """
 
     @abstractmethod
-    def keep(self, version: Version) -> None:
-        """Notes that the weights that the engine has are also those of another transfer."""
-
-    @abstractmethod
-    def commit(self) -> None:
-        """Makes the weights that have arrived those that the engine computes with, if any have. Collective."""
-
-    @abstractmethod
     def free_buffer(self) -> None:
         """Frees the second buffer until the next transfer, unless weights arrive in it or wait for their commit."""
+
+    @abstractmethod
+    def _load_buffer(self) -> None:
+        """Loads the weights in the second buffer into the engine. Collective."""
+
+    def keep(self, version: Version) -> None:
+        """Notes that the weights that the engine has are also those of another transfer."""
+        with self.lock:
+            self._is_in_buffer = False
+            self.versions.complete(version)
+
+    def commit(self) -> None:
+        """Makes the weights that have arrived those that the engine computes with, if any have. Collective."""
+        arrived = self.versions.arrived
+        if arrived is not None and self._is_in_buffer:
+            self.versions.clear()  # no version is served until all tensors are loaded
+            self._load_buffer()
+            self._is_in_buffer = False
+            self.versions.complete(arrived)
+        self.versions.commit()
+
+    def _complete(self, version: Version, received: int, *, in_buffer: bool) -> int:
+        """Notes that a version has arrived, and returns its bytes, `received`; raises TransferError if these are not
+        all. `in_buffer`: whether it is in the second buffer."""
+        expected = sum(each.nbytes for each in self.slices())
+        if received != expected:
+            raise TransferError(f"{received} bytes of weights have arrived, of {expected}")
+        with self.lock:
+            self._is_in_buffer = in_buffer
+            self.versions.complete(version)
+        return received
 
     def clear(self) -> None:
         """Forgets all weights: the engine has none to compute with."""

@@ -343,3 +343,12 @@ def check_names(came: Set[str], own: Set[str]) -> None:
             f"weights do not match the rollout model: {sorted(own - came)[:3]} did not come, "
             f"{sorted(came - own)[:3]} came and have no place"
         )
+
+
+def check_finite(log_probs: Jagged[Tensor]) -> None:
+    """Raises FloatingPointError, which names the first row, if a log-probability is not finite."""
+    is_finite = log_probs.values.isfinite()
+    if not is_finite.all():
+        position = int((~is_finite).nonzero()[0])
+        row = int(np.searchsorted(np.cumsum(log_probs.lengths), position, side="right"))
+        raise FloatingPointError(f"the output of the rollout model is not finite, first seen in row {row}")

@@ -28,6 +28,7 @@ from services.rollout.base import (
     RolloutEngine,
     RolloutSetup,
     SamplingOptions,
+    check_finite,
 )
 from services.rollout.decoder import Decoder, WholeDecoder
 from services.rollout.kv_cache import reserve
@@ -282,13 +283,11 @@ def _in_order(parts: Sequence[np.ndarray], responses: Sequence[_Responses]) -> G
     # The cells of all response tokens, row after row.
     gaps = line_of_row * tokens_RN.shape[1] - (np.cumsum(lengths) - lengths)
     cells = torch.from_numpy(np.repeat(gaps, lengths) + np.arange(lengths.sum())).to(tokens_RN.device)
-    log_probs = torch.cat([decoded.log_probs_RN for decoded in responses]).flatten().index_select(0, cells)
-    is_finite = log_probs.isfinite()
-    if not is_finite.all():
-        row = np.repeat(np.arange(len(lengths)), lengths)[int((~is_finite).nonzero()[0])]
-        raise FloatingPointError(f"the output of the rollout model is not finite, first seen in row {row}")
+    flat_log_probs = torch.cat([decoded.log_probs_RN for decoded in responses]).flatten()
+    log_probs = Jagged(flat_log_probs.index_select(0, cells), lengths)
+    check_finite(log_probs)
     return Generation(
         responses=Jagged(tokens_RN.flatten().index_select(0, cells).cpu(), lengths),
-        log_probs=Jagged(log_probs, lengths),
+        log_probs=log_probs,
         finish_reasons=["stop" if ended else "length" for ended in stopped],
     )

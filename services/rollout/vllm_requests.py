@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nccl_transfer.refs.columns import Jagged
-from services.rollout.base import FinishReason, Generation, SamplingOptions
+from services.rollout.base import FinishReason, Generation, SamplingOptions, check_finite
 from services.rollout.vllm_engine import RequestOutputKind, SamplingParams  # pyright: ignore[reportAttributeAccessIssue] - without vLLM
 from settings.engines import VLLM_TEMPERATURES
 
@@ -56,11 +56,9 @@ def generation_of(completions: Sequence[Any]) -> Generation:
         FloatingPointError: a log-probability is not finite.
     """
     lengths = np.array([len(completion.token_ids) for completion in completions], dtype=np.int64)
-    log_probs = torch.tensor([x for completion in completions for x in completion.logprobs.logprobs])
-    if not log_probs.isfinite().all():
-        position = int((~log_probs.isfinite()).nonzero()[0])
-        row = int(np.searchsorted(np.cumsum(lengths), position, side="right"))
-        raise FloatingPointError(f"the output of the rollout model is not finite, first seen in row {row}")
+    values = torch.tensor([x for completion in completions for x in completion.logprobs.logprobs])
+    log_probs = Jagged(values, lengths)
+    check_finite(log_probs)
     tokens = torch.tensor([token for completion in completions for token in completion.token_ids])
     reasons: list[FinishReason] = [completion.finish_reason for completion in completions]
-    return Generation(Jagged(tokens, lengths), Jagged(log_probs, lengths), reasons)
+    return Generation(Jagged(tokens, lengths), log_probs, reasons)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from nccl_transfer.refs.weight_plans import WeightSlice
-from rlhf.errors import TransferError
 from services.roles.receiving_worker import Inbox
 from services.rollout.base import RolloutEngine
 from services.weights.receive import Piece
@@ -32,9 +31,8 @@ class WeightInbox(Inbox):
         super().__init__(second_buffer=second_buffer)
         self._engine, self.wanted = engine, wanted
         self._second_buffer = second_buffer
-        self._expected = sum(each.nbytes for each in wanted.slices())
         self._buffer: dict[str, Tensor] = {}
-        self._is_in_buffer = self._is_arriving = False
+        self._is_arriving = False
 
     def slices(self) -> Sequence[WeightSlice]:
         return self.wanted.slices()
@@ -46,35 +44,19 @@ class WeightInbox(Inbox):
                 self.wanted.write(self._emptied_buffer(), counted)
             else:
                 self._receive_in_place(counted)
-            received = counted.nbytes
-            if received != self._expected:
-                raise TransferError(f"{received} bytes of weights have arrived, of {self._expected}")
-            with self.lock:
-                self._is_in_buffer = self._second_buffer
-                self.versions.complete(version)
+            return self._complete(version, counted.nbytes, in_buffer=self._second_buffer)
         finally:
             self._is_arriving = False
-        return received
-
-    def keep(self, version: Version) -> None:
-        with self.lock:
-            self._is_in_buffer = False
-            self.versions.complete(version)
-
-    def commit(self) -> None:
-        arrived = self.versions.arrived
-        if arrived is not None and self._is_in_buffer:
-            self.versions.clear()  # no version is served until all tensors are loaded
-            before, buffer, self._buffer = self._engine.weight_memory(), self._buffer, {}
-            self._engine.load_weights(self.wanted.named(buffer))
-            self._buffer = _spare(buffer, before, self._engine.weight_memory())
-            self.versions.complete(arrived)
-        self.versions.commit()
 
     def free_buffer(self) -> None:
         with self.lock:
             if not (self._is_arriving or (self.versions.arrived and self._is_in_buffer)):
                 self._buffer = {}
+
+    def _load_buffer(self) -> None:
+        before, buffer, self._buffer = self._engine.weight_memory(), self._buffer, {}
+        self._engine.load_weights(self.wanted.named(buffer))
+        self._buffer = _spare(buffer, before, self._engine.weight_memory())
 
     def _emptied_buffer(self) -> dict[str, Tensor]:
         """Returns the second buffer for a new transfer. Discards the weights that an earlier transfer wrote to it."""

@@ -57,14 +57,13 @@ class RpcBoundary:
     """Wraps the handlers of one rank for gRPC.
 
     Args:
-        worker: Worker of the rank; its role and rank are part of each error status.
-        service: Name of the service in the configuration.
+        worker: Worker of the rank; its service, role and rank are part of each error status.
         stop: Event that is set when the rank begins to shut down; later failures are not logged.
     """
 
-    def __init__(self, worker: Worker, service: str, stop: asyncio.Event) -> None:
+    def __init__(self, worker: Worker, stop: asyncio.Event) -> None:
         rank = str(worker.ranks.rank)
-        self._where = {"service": service, "role": worker.role, "rank": rank}
+        self._where = {"service": worker.service, "role": worker.role, "rank": rank}
         self._stop = stop
 
     def rpc_handler(self, method: Method, handler: Handler) -> grpc.RpcMethodHandler:

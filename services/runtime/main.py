@@ -46,6 +46,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
 """Parameter numbers of glibc's `mallopt`."""
 
 LEAVE_WITHIN_S = 10.0
+"""Seconds that a process has to exit once its rank has drained."""
 
 KEPT_BYTES = 512 << 20
 """Most freed memory that a rank on a CPU keeps for its next call."""
@@ -95,7 +96,7 @@ def command(spec: RoleSpec) -> click.Command:
             _check(local, spec.name, name)
             roots, losses = output_roots(tables, table), named_losses(tables)
             shares = shares_devices(tables, table)
-            _serve(local, name, spec.worker, roots, losses, given=table, shares=shares)
+            _serve(local, name, spec.worker, roots, losses, table, shares=shares)
         except (RlhfError, OSError) as error:
             print(f"fatal: {name}: {error}".replace("\n", " "), file=sys.stderr, flush=True)
             os._exit(2)
@@ -172,15 +173,15 @@ def _serve(
     worker: str,
     roots: tuple[Path, ...],
     losses: frozenset[str],
-    given: ServiceTable | None = None,
+    given: ServiceTable,
     *,
-    shares: bool = False,
+    shares: bool,
 ) -> None:
     """Builds the worker, serves its rank until SIGTERM or SIGINT, and ends the process with status 0.
 
     Args:
         table, name: The service's table and its name in the configuration.
-        given: The table as the configuration has it, which the controller compares with its own. Default: `table`.
+        given: The table as the configuration has it, which the controller compares with its own.
         worker: As `RoleSpec.worker`.
         roots, losses, shares: `Worker.output_roots`, `Worker.losses` and `Worker.shares_device`.
 
@@ -204,16 +205,16 @@ def _serve(
     ranks = Ranks.join(
         needs_torch=chosen.uses_torch(table),
         model_mesh=_model_mesh(table),
-        table=(given or table).model_dump_json(),
+        table=given.model_dump_json(),
         timeout_s=table.startup_timeout_s,
     )
     serving = chosen(table, ranks)
     serving.service, serving.output_roots, serving.losses = name, roots, losses
-    serving.config_table, serving.shares_device = given or serving.config_table, shares
+    serving.config_table, serving.shares_device = given, shares
     torch = sys.modules.get("torch")
     if torch and not torch.cuda.is_available():
         keep_freed_memory()
-    uvloop.run(_run(serving, name))
+    uvloop.run(RankServer(serving).serve(drained=leave_in_time))
     ranks.leave()
     logging.info("left")
     sys.stdout.flush()
@@ -286,12 +287,6 @@ def _model_mesh(table: ServiceTable) -> Mesh | None:
         generation = meshes.generation_sizes(table.generation_mesh, table.mesh)
         return Mesh(*training, *generation, usual_order=not table.mesh or table.transition != "hybridflow")
     return Mesh(*training) if is_divided else None
-
-
-async def _run(worker: Worker, name: str) -> None:
-    """Serves the worker's rank until SIGTERM or SIGINT; once it has drained, the process has LEAVE_WITHIN_S to
-    exit."""
-    await RankServer(worker, name).serve(drained=leave_in_time)
 
 
 def leave_in_time(within_s: float = LEAVE_WITHIN_S) -> None:

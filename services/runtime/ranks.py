@@ -320,8 +320,10 @@ def _wait_for_all(store: Store, key: str, rank: int, size: int) -> None:
 def _open_store(rank: int, size: int) -> Store:
     """Opens the torch.distributed store of a service, at the rendezvous that environment variables name; a store in
     this process's memory if `size` is 1."""
-    from torch.distributed import FileStore, HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
+
+    from services.runtime.stores import connected_store  # imports torch
 
     timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     place = os.environ.get(VARIABLE, "")
@@ -329,9 +331,7 @@ def _open_store(rank: int, size: int) -> Store:
         store = HashStore()
     elif place.startswith(TCP):
         host, _, port = place.removeprefix(TCP).rpartition(":")
-        store = TCPStore(
-            host.strip("[]"), int(port), is_master=False, timeout=timeout, wait_for_workers=False
-        )
+        store = connected_store(host.strip("[]"), int(port), RENDEZVOUS_TIMEOUT_S)
     elif place:
         store = FileStore(place, size)
     else:

@@ -63,12 +63,10 @@ class RankServer:
 
     Args:
         worker: The rank's worker, loaded and ready.
-        name: Name of the service in the config.
     """
 
-    def __init__(self, worker: Worker, name: str) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.name = name
         self.methods = registered_methods(type(worker))
         table = worker.table
         gpu = worker.gpu()
@@ -108,7 +106,7 @@ class RankServer:
             serving: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
             self._add_services(server, ranks_info, serving)
             await server.start()
-            for service in ("", *self._service_names()):
+            for service in ("", *self._services()):
                 await serving.set(service, health_pb2.HealthCheckResponse.SERVING)
             self._print_ready_line()
             await self._stop.wait()
@@ -135,13 +133,15 @@ class RankServer:
         size = self.worker.ranks.size
         if self.worker.ranks.rank == 0:
             ranks = "1 rank" if size == 1 else f"{size} ranks"
-            print(f"ready: {self.name} at {self._hosts.advertised}:{self.port}, {ranks}", flush=True)
+            print(
+                f"ready: {self.worker.service} at {self._hosts.advertised}:{self.port}, {ranks}", flush=True
+            )
 
     def _bind(self, server: grpc.aio.Server, table: ServiceTable) -> int:
         """Binds the server to the configured address on rank 0, and to a free port on any other rank; returns the
         port. Raises ConfigError if the address is in use or invalid."""
         address = table.bind_address if self.worker.ranks.rank == 0 else f"{self._hosts.listen}:0"
-        key = f"services.{self.name}.{table.bind_key}"
+        key = f"services.{self.worker.service}.{table.bind_key}"
         try:
             port = listen(server, address)
         except RuntimeError as error:
@@ -163,7 +163,7 @@ class RankServer:
             f"{self._hosts.advertised}:{port}",
             host_id(),
             ranks.epoch,
-            self.name,
+            self.worker.service,
             ranks.rank,
             self.sources.adverts(),
         )
@@ -196,10 +196,9 @@ class RankServer:
     ) -> None:
         """Adds the handlers of the role's services, WorkerService, TransferService, health and reflection to the
         server."""
-        boundary = RpcBoundary(self.worker, self.name, self._stop)
+        boundary = RpcBoundary(self.worker, self._stop)
         worker, transfer = SERVICES["worker"], SERVICES["transfer"]
         own = WorkerHandlers(
-            self.name,
             self.worker,
             self.methods,
             self.queue,
@@ -229,7 +228,7 @@ class RankServer:
                 table[method.name] = boundary.rpc_handler(method, handler)
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, table),))
         health_pb2_grpc.add_HealthServicer_to_server(serving, server)
-        names = [*self._service_names(), health.SERVICE_NAME, reflection.SERVICE_NAME]
+        names = [*self._services(), health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, server)
 
     def _in_turn(self, method: Method) -> Handler:
@@ -246,10 +245,6 @@ class RankServer:
             return await self.queue.wait(request.call.call_id, response)
 
         return run
-
-    def _service_names(self) -> list[str]:
-        """Returns the full names of the project's gRPC services that this rank serves, for health and reflection."""
-        return list(self._services())
 
     def _services(self) -> dict[str, Mapping[str, Method]]:
         """Returns the methods of the services of the worker's roles, of WorkerService, TransferService and those of

@@ -38,7 +38,6 @@ class WorkerHandlers:
     """Handlers of Describe, Dispatch, Watch, Cancel, Release, EndSession, Introduce and AwaitCheckpoint.
 
     Args:
-        service: Name of the service in the configuration.
         worker: Worker of this rank.
         methods: Methods whose calls are queued, with their registrations, by path.
         queue: Queue of the rank's calls.
@@ -52,7 +51,6 @@ class WorkerHandlers:
 
     def __init__(
         self,
-        service: str,
         worker: Worker,
         methods: Mapping[str, tuple[Method, Registration]],
         queue: CallQueue,
@@ -63,7 +61,6 @@ class WorkerHandlers:
         stop: asyncio.Event,
         drained: asyncio.Event,
     ) -> None:
-        self._service = service
         self._worker = worker
         self._methods = methods
         self._queue = queue
@@ -97,7 +94,7 @@ class WorkerHandlers:
         answer.MergeFrom(
             worker_pb2.DescribeResponse(
                 role=find_role(self._worker.role).name,
-                service=self._service,
+                service=self._worker.service,
                 rank=ranks.rank,
                 epoch=ranks.epoch,
                 mesh=mesh_to_proto(ranks.mesh),
@@ -208,7 +205,7 @@ class WorkerHandlers:
             files = await asyncio.to_thread(checkpoint_files, directory, await asyncio.shield(writing))
         except OSError as error:
             raise RlhfError(
-                f"{error.strerror}: {error.filename}" if error.strerror else str(error)
+                f"{error.strerror}: {error.filename}" if error.filename else str(error)
             ) from error
         return worker_pb2.AwaitCheckpointResponse(files=files)
 

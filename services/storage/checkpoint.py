@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nccl_transfer.refs.plans import Slice
 from services.storage.publish import sync
 from services.storage.written import WrittenFile, write_file
 
@@ -68,6 +69,11 @@ class WeightShard:
     def box(self) -> tuple[slice, ...]:
         """Slices by which the global tensor is indexed to get this box."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.tensor.shape, strict=True))
+
+    @property
+    def place(self) -> Slice:
+        """Place of this box in the global tensor."""
+        return Slice.at(self.offsets, self.tensor.shape)
 
 
 def file_content(shards: Mapping[str, WeightShard], allocate: Callable[[int], Tensor]) -> Tensor:
@@ -201,24 +207,13 @@ def _same_tensor(names: Iterable[str], stored_names: Iterable[str]) -> Iterator[
 def _copy_overlap(shard: WeightShard, stored, stored_offsets: list[int], name: str) -> int:
     """Copies the overlap of `stored`, a safetensors slice at `stored_offsets`, with `shard` into the shard; returns the
     number of elements copied. Raises ValueError, with `name`, where the dtypes differ."""
-    begins = [max(mine, theirs) for mine, theirs in zip(shard.offsets, stored_offsets, strict=True)]
-    ends = [
-        min(mine + size, theirs + stored_size)
-        for mine, size, theirs, stored_size in zip(
-            shard.offsets, shard.tensor.shape, stored_offsets, stored.get_shape(), strict=True
-        )
-    ]
-    if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+    own, there = shard.place, Slice.at(stored_offsets, stored.get_shape())
+    common = own.intersect(there)
+    if common is None:
         return 0
-    values = stored[_box(begins, ends, stored_offsets)]
+    values = stored[common.within(there)]
     if values.dtype != shard.tensor.dtype:
         raise ValueError(f"checkpoint holds {name} as {values.dtype}, expected {shard.tensor.dtype}")
     with torch.no_grad():
-        shard.tensor[_box(begins, ends, shard.offsets)] = values
+        shard.tensor[common.within(own)] = values
     return values.numel()
-
-
-def _box(begins: list[int], ends: list[int], origin) -> tuple[slice, ...]:
-    """Returns the slices from `begins` to `ends`, given in the global tensor, within a box whose first element is at
-    `origin`."""
-    return tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, origin, strict=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from nccl_transfer.refs.weight_plans import WeightSlice
-from rlhf.errors import TransferError
 from services.engines.agreement import takes_effect
 from services.engines.base import Snapshot
 from services.engines.sharded import ShardedEngine, snapshot_weights
@@ -23,46 +22,29 @@ class EngineInbox(Inbox):
     """
 
     def __init__(self, engine: ShardedEngine) -> None:
+        super().__init__(second_buffer=True)
         self._engine = engine
         self._arriving: Snapshot | None = engine.snapshot()
         weights = snapshot_weights(engine, self._arriving)
         self._wanted = [slice_of(name, shard) for name, shard in weights]
-        self._has_arrived = False
-        super().__init__(second_buffer=True)
 
     def slices(self) -> Sequence[WeightSlice]:
         return self._wanted
 
     def receive(self, version: Version, pieces: Iterable[Piece]) -> int:
         self.versions.begin()
-        self._has_arrived = False
         self._arriving = self._arriving or self._engine.snapshot()
         places, received = WeightPacker(snapshot_weights(self._engine, self._arriving)), 0
         for piece, values in pieces:
             values.copy_to(places.find(piece))
             received += piece.nbytes
-        expected = sum(each.nbytes for each in self._wanted)
-        if received != expected:
-            raise TransferError(f"{received} bytes of weights have arrived, of {expected}")
-        self._has_arrived = True
-        self.versions.complete(version)
-        return received
-
-    def keep(self, version: Version) -> None:
-        self._has_arrived = False
-        self.versions.complete(version)
-
-    def commit(self) -> None:
-        arrived = self.versions.arrived
-        if arrived is not None and self._has_arrived:
-            assert self._arriving is not None
-            self.versions.clear()  # until all are restored
-            with takes_effect("taking the weights of a transfer"):
-                self._engine.restore(self._arriving)
-            self._has_arrived = False
-            self.versions.complete(arrived)
-        self.versions.commit()
+        return self._complete(version, received, in_buffer=True)
 
     def free_buffer(self) -> None:
-        if not self._has_arrived:
+        if not (self.versions.arrived and self._is_in_buffer):
             self._arriving = None
+
+    def _load_buffer(self) -> None:
+        assert self._arriving is not None
+        with takes_effect("taking the weights of a transfer"):
+            self._engine.restore(self._arriving)

@@ -27,13 +27,7 @@ faster."""
 
 def slice_of(name: str, shard: WeightShard) -> WeightSlice:
     """Describes a shard of tensor `name`."""
-    return WeightSlice(name, shard.whole, box_of(shard), dtype_name(shard.tensor.dtype))
-
-
-def box_of(shard: WeightShard) -> Slice:
-    """Returns the place of a shard in its tensor."""
-    stops = tuple(start + size for start, size in zip(shard.offsets, shard.tensor.shape, strict=True))
-    return Slice(tuple(shard.offsets), stops)
+    return WeightSlice(name, shard.whole, shard.place, dtype_name(shard.tensor.dtype))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -52,7 +46,7 @@ class WeightPacker:
     def __init__(self, shards: Iterable[tuple[str, WeightShard]]) -> None:
         self._shards: dict[str, list[tuple[Slice, Tensor]]] = {}
         for name, shard in shards:
-            self._shards.setdefault(name, []).append((box_of(shard), shard.tensor.detach()))
+            self._shards.setdefault(name, []).append((shard.place, shard.tensor.detach()))
 
     def check(self, slices: Iterable[WeightSlice]) -> None:
         """Checks that the rank holds slices, in these element types.

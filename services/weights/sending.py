@@ -22,20 +22,20 @@ class SendingWorker(Worker):
     """Worker of a role with a training engine, which implements DescribeWeights and SendWeights.
 
     Attributes:
-        engine: Training engine; None for a role whose weights are in no engine.
+        engine: Training engine.
     """
 
-    engine: TrainEngine | None = None
+    engine: TrainEngine
     _held_slices: list[weights_pb2.WeightSlice] | None = None
     """Slices that the engine holds, which stay the same; None until they are asked for."""
 
     @register("ONE_TO_ALL")
     def describe_weights(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
         with self.ranks.together(call.peers_deadline):
-            engine = self._sending_engine()
+            self.engine.check_onloaded()
         if self._held_slices is None:
             self._held_slices, blocks = [], []
-            for name, shard in engine.weight_shards():
+            for name, shard in self.engine.weight_shards():
                 self._held_slices.append(slice_to_proto(slice_of(name, shard)))
                 blocks.append(blocks_of(shard.tensor))
             move_to_huge_pages(blocks)
@@ -46,23 +46,16 @@ class SendingWorker(Worker):
         require(request, "transfer")
         with self.buckets.reporting_failures(request.transfer.id):
             with self.ranks.together(call.peers_deadline):
-                engine = self._sending_engine()
+                self.engine.check_onloaded()
                 transfer = transfer_from_proto(request.transfer)
                 buckets = self._own_buckets(transfer)
-            packer = WeightPacker(engine.weight_shards())
+            packer = WeightPacker(self.engine.weight_shards())
             # A rank that fails alone waits for the others, which send until the controller cancels their calls.
             with self.ranks.together(call.peers_deadline):
                 packer.check(transfer.sources[self.ranks.rank].slices)
                 send(transfer, buckets, packer, self.buckets, call)
         packed = sum(bucket.nbytes for bucket in buckets)
         return CallResult(fields={"packed_bytes": packed, "buckets": len(buckets)})
-
-    def _sending_engine(self) -> TrainEngine:
-        """Returns the engine; raises EngineOffloaded if it is offloaded, InvalidRequest if there is none."""
-        if self.engine is None:
-            raise InvalidRequest(f"{self.role} has no weights to send: they are in no training engine")
-        self.engine.check_onloaded()
-        return self.engine
 
     def _own_buckets(self, transfer: WeightTransfer) -> Sequence[Bucket]:
         """Returns the buckets that this rank packs.

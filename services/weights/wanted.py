@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.weight_plans import WeightSlice
 from services.engines.three_d.stage import layouts_of_directory
+from services.models.loading import tied_names
 from services.models.meta import model_on_meta
 from services.storage.checkpoint import WeightShard
 from services.storage.layout import Layout
@@ -97,20 +98,17 @@ class WantedWeights:
 
     def _write(self, kept: Tensor, slice_: WeightSlice, values: Incoming) -> None:
         """Copies a piece into the tensor that the rank keeps."""
-        shard, box = self._shard(slice_.name, kept), slice_.box
-        bounds = zip(box.starts, box.stops, shard.offsets, strict=True)
-        place = tuple(slice(start - offset, stop - offset) for start, stop, offset in bounds)
-        values.copy_to(shard.tensor[place])
+        shard = self._shard(slice_.name, kept)
+        values.copy_to(shard.tensor[slice_.box.within(shard.place)])
 
 
 def whole_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> WantedWeights:
     """Returns what a rank wants that generates with the whole model of a directory."""
     model = model_on_meta(AutoModelForCausalLM, directory, dtype)
-    own, first, aliases = model.state_dict(keep_vars=True), dict[int, str](), dict[str, str]()
-    for name, tensor in own.items():
-        if first.setdefault(id(tensor), name) != name:
-            aliases[name] = first[id(tensor)]
-    layouts = {name: Layout(tuple(own[name].shape), 0) for name in own if name not in aliases}
+    aliases = {name: first for first, names in tied_names(model).items() for name in names}
+    layouts = {
+        name: Layout(tuple(x.shape), 0) for name, x in model.state_dict().items() if name not in aliases
+    }
     return WantedWeights(layouts, 0, dtype, device, _numel(layouts), aliases)
 
 

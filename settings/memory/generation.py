@@ -7,7 +7,7 @@ import math
 from settings.memory.activations import in_forward_of_layers
 from settings.memory.shape import VOCABULARY_MULTIPLE, ModelShape, WeightSize
 from settings.memory.shards import cut_shape
-from settings.memory.use import FLOAT32, ModelUse, RolloutUse, RowSizes
+from settings.memory.use import FLOAT32, ModelUse, RowSizes
 
 CHOOSING, TRUNCATING = 16, 33
 """Bytes per logit of a decoding step of rollout engine hf, beside the logits (`services.rollout.sampling`): in
@@ -26,16 +26,15 @@ one rank, and bytes of the tensors that arrive together (`services.weights.resha
 def rows_together(use: ModelUse, rows: RowSizes) -> int:
     """Returns the rows that a rank of rollout engine hf generates at a time: those of its generation replica, as far
     as `rollout_tokens` allows."""
-    rollout = _rollout(use)
-    replicas = use.ranks // (rollout.pipeline * rollout.tensor)
     length = rows.prompt_tokens + rows.response_tokens
-    return max(1, min(-(-rows.rows // replicas), rollout.cache_tokens // length))
+    share = -(-rows.rows // use.generation_replicas)
+    return max(1, min(share, use.rollout_engine.cache_tokens // length))
 
 
 def cache_bytes(use: ModelUse, rows: RowSizes) -> int:
     """Returns the bytes of a rank's KV cache: keys and values of all positions of the rows that are generated at a
     time; for vllm, what the table gives it."""
-    rollout = _rollout(use)
+    rollout = use.rollout_engine
     if rollout.engine != "hf":
         return rollout.cache_bytes
     return use.shape.layers // rollout.pipeline * _cache_of_layer(use, rows)
@@ -43,7 +42,8 @@ def cache_bytes(use: ModelUse, rows: RowSizes) -> int:
 
 def _cache_of_layer(use: ModelUse, rows: RowSizes) -> int:
     tokens = rows_together(use, rows) * (rows.prompt_tokens + rows.response_tokens)
-    return tokens * cache_bytes_per_token(use.shape, _rollout(use).tensor, use.itemsize) // use.shape.layers
+    per_token = cache_bytes_per_token(use.shape, use.rollout_engine.tensor, use.itemsize)
+    return tokens * per_token // use.shape.layers
 
 
 def cache_bytes_per_token(shape: ModelShape, tensor: int, itemsize: int) -> int:
@@ -56,7 +56,7 @@ def decoding_bytes(use: ModelUse, rows: RowSizes) -> int:
     """Returns the bytes of temporaries while rollout engine hf generates: in the pass over the prompts, with the mask
     of their padding, or later, in choosing tokens from their logits and in copying one layer of the cache to drop
     finished rows; 0 for other engines."""
-    rollout = _rollout(use)
+    rollout = use.rollout_engine
     if rollout.engine != "hf":
         return 0
     together, prompt, e = rows_together(use, rows), rows.prompt_tokens, use.itemsize
@@ -74,7 +74,7 @@ def vllm_workspace(use: ModelUse) -> int:
     """Returns an estimate of vLLM's activations: one step of `VLLM_BATCHED_TOKENS` in one layer, and logits of as many
     rows as a step has (`max_num_seqs`), twice in float32. 0 for other engines. vLLM's own graphs and kernels'
     workspaces are not counted."""
-    rollout = _rollout(use)
+    rollout = use.rollout_engine
     if rollout.engine != "vllm":
         return 0
     layer = (2 * use.shape.hidden + 3 * use.shape.units_per_token // rollout.tensor) * use.itemsize
@@ -95,7 +95,7 @@ def freed_by_sleep(use: ModelUse) -> frozenset[str]:
 def resharding_bytes(use: ModelUse) -> int:
     """Returns the bytes in which the ranks of engines without a mesh move weights to generation shards: the bucket that
     a rank sends, and one of each rank; for vllm also the tensors that arrive together and are fused then."""
-    rollout, ranks = _rollout(use), use.ranks
+    rollout, ranks = use.rollout_engine, use.ranks
     buckets = (1 + ranks) * max(LEAST_BUCKET_BYTES, ROUND_BYTES // ranks)
     if rollout.engine == "hf":
         return buckets
@@ -117,8 +117,3 @@ def _name(group: str, weight: WeightSize) -> str:
     """Returns the name of a weight in the checkpoint."""
     within = f"layers.{group.removeprefix('layer ')}." if group.startswith("layer") else ""
     return weight.name if weight.name == "lm_head.weight" else f"model.{within}{weight.name}"
-
-
-def _rollout(use: ModelUse) -> RolloutUse:
-    assert use.rollout is not None, "only actors generate"
-    return use.rollout

@@ -236,8 +236,7 @@ def _while_loading(use: ModelUse, stage: int) -> int:
 def _transition(use: ModelUse, stage: int) -> tuple[int, int]:
     """Returns the bytes of generation weights during generation, and those of tensors that are gathered at a time
     before it."""
-    rollout = use.rollout
-    assert rollout is not None, "it generates"
+    rollout = use.rollout_engine
     shape, e = use.shape, use.itemsize
     idle = idle_parts(use, stage).get("generation weights", 0)
     if use.engine == "none":

@@ -100,8 +100,7 @@ def generation_numel(use: ModelUse, stage: int) -> int:
     With engine 3d the vocabulary has the padding of the training mesh, and where ranks of a rollout service share the
     model that of their own.
     """
-    rollout = use.rollout
-    assert rollout is not None, "it has a rollout engine"
+    rollout = use.rollout_engine
     pipeline, tensor, _ = use.mesh
     if use.engine == "3d" or (use.engine == "none" and rollout.is_shared):
         return _generated_numel(use.shape, rollout, stage // (pipeline // rollout.pipeline), tensor)

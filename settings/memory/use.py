@@ -133,6 +133,17 @@ class ModelUse:
         return self.micro_batch_tokens * self.sequence_parallel
 
     @property
+    def rollout_engine(self) -> RolloutUse:
+        """Its rollout engine, which it must have."""
+        assert self.rollout is not None, "it has a rollout engine"
+        return self.rollout
+
+    @property
+    def generation_replicas(self) -> int:
+        """Number of parts of the ranks that each generate with a whole model."""
+        return self.ranks // (self.rollout_engine.pipeline * self.rollout_engine.tensor)
+
+    @property
     def generates(self) -> bool:
         """Whether its ranks generate."""
         return self.rollout is not None and self.rollout.generates

@@ -163,7 +163,7 @@ def offloaded_without_memory(engine: FSDPEngine) -> dict:
     state = engine.snapshot()
     report: dict = {
         "left": moved_without_memory(engine, "_allocate"),
-        "stays": not engine._offloader.is_offloaded,
+        "stays": not engine._offloader._offloaded,
     }
     engine._leave_device()
     report["came back"] = moved_without_memory(engine, "_grow")

@@ -58,7 +58,7 @@ def run(directory: Path, reference: Path, dtype: torch.dtype, sequence_parallel:
     report["log_probs"] = max(
         float((m.collect(o.log_probs_BR) - rows_of_reference(log_probs, rows, m)).abs().max())
         for m, o in zip(micro_batches, engine.infer(micro_batches, HEAD), strict=True)
-        if m.response_lengths.any()
+        if m.response_mask_BR.any()
     )
     engine._accumulate_gradients(micro_batches, HEAD, rows.loss)
     gradients = {name: whole(x.grad) for name, x in engine._parameters.items() if x.grad is not None}

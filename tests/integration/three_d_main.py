@@ -196,7 +196,7 @@ def run(
     log_probs = load_file(reference / "log_probs.safetensors")
     report["log_probs"] = max(
         (float((m.collect(o.log_probs_BR) - rows_of_reference(log_probs, rows, m)).abs().max())
-         for m, o in zip(micro_batches, inferred, strict=False) if m.response_lengths.any()),
+         for m, o in zip(micro_batches, inferred, strict=False) if m.response_mask_BR.any()),
         default=0.0,
     )  # fmt: skip
 

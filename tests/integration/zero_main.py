@@ -51,7 +51,7 @@ def log_prob_distance(engine: ZeROEngine, rows: Rows, reference: Path) -> float:
     return max(
         float((m.collect(o.log_probs_BR) - rows_of_reference(expected, rows, m)).abs().max())
         for m, o in zip(micro_batches, engine.infer(micro_batches, HEAD), strict=True)
-        if m.response_lengths.any()
+        if m.response_mask_BR.any()
     )
 
 

@@ -41,7 +41,7 @@ class Rows:
 async def fail(handler: Any) -> RlhfError:
     """The error that a client is given whose call the handler answers."""
     worker = Reward(RewardTable(role="reward", address="127.0.0.1:1"), Ranks(0, 1, 1))
-    boundary = RpcBoundary(worker, "reward", asyncio.Event())
+    boundary = RpcBoundary(worker, asyncio.Event())
     server = grpc.aio.server()
     table = {"Cancel": boundary.rpc_handler(CANCEL, handler)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CANCEL.service, table),))

@@ -58,7 +58,7 @@ def rank_of(worker: type[Echo], **settings: object) -> RankServer:
         {"role": "reference", "address": "127.0.0.1:7000", "model": Path(), "arena_mb": 1, **settings}
     )
     mesh = Mesh(1, 1, 1)
-    server = RankServer(worker(table, SharedProcess(0, 1, 1, endpoints=[], model_mesh=mesh)), "reference")
+    server = RankServer(worker(table, SharedProcess(0, 1, 1, endpoints=[], model_mesh=mesh)))
     server.store.endpoint = Endpoint("127.0.0.1:7000", epoch=1)
     return server
 

@@ -103,7 +103,9 @@ def no_more_memory_than(nbytes: int) -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def serving(workers: Mapping[str, Worker], root: Path) -> AsyncIterator[list[Service]]:
     """Serves the ranks in the running loop."""
-    servers = {name: RankServer(worker, name) for name, worker in workers.items()}
+    for name, worker in workers.items():
+        worker.service = name
+    servers = {name: RankServer(worker) for name, worker in workers.items()}
     running = [asyncio.ensure_future(server.serve()) for server in servers.values()]
     try:
         yield [

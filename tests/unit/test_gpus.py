@@ -75,7 +75,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
         monkeypatch.setattr(main, "_without_collection", nullcontext)
         monkeypatch.setattr(main, "_worker_class", choose)
         with suppress(Stopped):
-            main._serve(table, "critic", "chosen by the test", (), frozenset())
+            main._serve(table, "critic", "chosen by the test", (), frozenset(), table, shares=False)
         return seen[0]
 
     return started

@@ -74,7 +74,7 @@ def on_ranks(function: str, use: Callable[[RewardGroup], Any], ranks: int = RANK
         runs: list[asyncio.Future[Any]] = []
         for rank in reversed(range(ranks)):
             shared = SharedProcess(rank, ranks, 1, endpoints=endpoints, model_mesh=Mesh(data=ranks))
-            servers.append(RankServer(RewardWorker(table, shared), "reward"))
+            servers.append(RankServer(RewardWorker(table, shared)))
             runs.append(asyncio.ensure_future(servers[-1].serve()))
             while len(endpoints) < len(servers):
                 assert not runs[-1].done(), runs[-1]

@@ -81,7 +81,7 @@ async def serving(mesh: Mesh, arena_mb: int = 1) -> AsyncIterator[list[RankServe
     servers, runs = [], []
     for rank in reversed(range(mesh.size)):
         ranks = SharedProcess(rank, mesh.size, 1, endpoints=endpoints, model_mesh=mesh)
-        servers.insert(0, RankServer(Echo(table, ranks), "reference"))
+        servers.insert(0, RankServer(Echo(table, ranks)))
         runs.append(asyncio.ensure_future(servers[0].serve()))
         while len(endpoints) < len(servers):
             assert not runs[-1].done(), runs[-1]

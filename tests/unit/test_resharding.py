@@ -23,7 +23,9 @@ BUCKET_BYTES, TOGETHER_BYTES = 4096, 1100
 
 
 def part(name: str, index: int, parts: int, dtype: str) -> WeightSlice:
-    return WeightSlice(name, SHAPES[name], Slice.shard(SHAPES[name], 0, index, parts), dtype)
+    rows, *rest = SHAPES[name]
+    starts = (index * rows // parts, *(0 for _ in rest))
+    return WeightSlice(name, SHAPES[name], Slice.at(starts, (rows // parts, *rest)), dtype)
 
 
 def plans() -> list[Any]:

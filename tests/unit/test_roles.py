@@ -227,7 +227,9 @@ def test_a_role_of_another_package_is_served_found_and_called(monkeypatch: pytes
             return np.array(fetcher.fetch(result, time.monotonic() + TIMEOUT_S)["length"])
 
     async def serve() -> np.ndarray:
-        server = RankServer(LengthWorker(config.services["lengths"], Ranks(0, 1, 1)), "lengths")
+        worker = LengthWorker(config.services["lengths"], Ranks(0, 1, 1))
+        worker.service = "lengths"
+        server = RankServer(worker)
         run = asyncio.ensure_future(server.serve())
         try:
             return await asyncio.wait_for(asyncio.to_thread(use), TIMEOUT_S)

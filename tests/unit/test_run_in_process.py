@@ -112,7 +112,7 @@ async def on_services(config: Config, work: Callable[[], T], actor: type[Worker]
     kinds: list[tuple[Any, str]] = [(actor, "actor"), (RewardWorker, "reward")]
     for kind, name in kinds:
         ranks = SharedProcess(0, 1, 1, endpoints=[], model_mesh=Mesh(1, 1, 1))
-        servers.append(RankServer(kind(config.services[name], ranks), name))
+        servers.append(RankServer(kind(config.services[name], ranks)))
     serving = [asyncio.ensure_future(server.serve()) for server in servers]
     try:
         done = await asyncio.wait_for(asyncio.to_thread(work), TIMEOUT_S)

@@ -55,7 +55,7 @@ def while_serving(security: Security, use: Callable[[str], T]) -> T:
     table = RewardTable(role="reward", address=address)
 
     async def serve() -> T:
-        ranks = RankServer(RewardWorker(table, Ranks(0, 1, 1)), "reward")
+        ranks = RankServer(RewardWorker(table, Ranks(0, 1, 1)))
         serving = asyncio.ensure_future(ranks.serve())
         try:
             return await asyncio.wait_for(asyncio.to_thread(use, address), TIMEOUT_S)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +16,7 @@ import pytest
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.store.store import Lease, TensorStore
-from rlhf.errors import InvalidRequest
+from rlhf.errors import InvalidRequest, RlhfError
 from rlhf.guard import Guard
 from rlhf.security import PLAINTEXT
 from rlhf.v1 import worker_pb2
@@ -38,8 +41,8 @@ class SharedReward(Reward):
 
 def handlers_of(queue: CallQueue, worker: Worker, store: TensorStore) -> dict[str, Any]:
     stop = asyncio.Event()
-    boundary, guard = RpcBoundary(worker, "reward", stop), Guard(PLAINTEXT, {})
-    made = WorkerHandlers("reward", worker, {}, queue, store, [], boundary, guard, stop, stop)
+    boundary, guard = RpcBoundary(worker, stop), Guard(PLAINTEXT, {})
+    made = WorkerHandlers(worker, {}, queue, store, [], boundary, guard, stop, stop)
     return cast(dict[str, Any], made.handlers())
 
 
@@ -119,6 +122,33 @@ def test_a_shared_rank_tells_nobody_which_run_it_computes_for(kind: type[Worker]
         assert (status.method, status.done, status.done_of) == ("ComputeReward", 3, 8)
         assert status.call_id == told
         queue.phase.set(worker_pb2.PHASE_IDLE, None)
+        await queue.drain()
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_says_so_and_names_no_file_that_is_not_known(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path.resolve()
+
+    class Full(Reward):
+        """Its disk is full: writes of an open file do not know its name."""
+
+        def writing(self, directory: Path) -> Future[Any]:
+            written: Future[Any] = Future()
+            written.set_exception(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            return written
+
+    async def main() -> None:
+        worker = Full(RewardTable(role="reward", address="127.0.0.1:1"), Ranks(0, 1, 1))
+        worker.output_roots = (root,)
+        store = TensorStore(1 << 16)
+        queue = CallQueue(worker, store, Fetcher("", []))
+        wait = handlers_of(queue, worker, store)["AwaitCheckpoint"]
+        request = worker_pb2.AwaitCheckpointRequest(directory=str(tmp_path / "step-1"))
+        with pytest.raises(RlhfError, match=r"No space left on device$"):
+            await wait(request, cast(Any, None))
         await queue.drain()
 
     asyncio.run(main())

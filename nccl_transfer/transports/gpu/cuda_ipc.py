@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,11 +97,7 @@ class CudaIpcReader(Reader):
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         offsets, total = layout(r.nbytes for r in ranges)
         data = np.empty(total, np.uint8).data
-
-        def copy_out(target: int, pointer: int, nbytes: int) -> None:
-            self._cuda.copy_out(data[target : target + nbytes], pointer)
-
-        self._clients.to(source).read(source, ranges, copy_out, deadline)
+        self._clients.to(source).read(source, ranges, data, deadline)
         return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
 
     def receive(
@@ -168,20 +164,13 @@ class StagingClient(PeerConnection[CudaIpcServiceStub, _MappedStaging]):
         self._cuda = cuda
         self._reader = uuid.uuid4().hex
 
-    def read(
-        self,
-        source: Endpoint,
-        ranges: Sequence[ByteRange],
-        copy: Callable[[int, int, int], None],
-        deadline: float,
-    ) -> None:
-        """Reads ranges, and copies them with a function.
+    def read(self, source: Endpoint, ranges: Sequence[ByteRange], data: memoryview, deadline: float) -> None:
+        """Reads ranges.
 
         Args:
             source: The rank that holds the shards.
             ranges: The bytes to read.
-            copy: Called as `copy(target, pointer, nbytes)` for every piece: copies `nbytes` bytes at device address
-                `pointer` to offset `target` of the result, which is laid out by `layout`.
+            data: Host memory that they are copied to, laid out by `layout`.
             deadline: Time on the clock of `time.monotonic`, in seconds.
 
         Raises:
@@ -194,11 +183,11 @@ class StagingClient(PeerConnection[CudaIpcServiceStub, _MappedStaging]):
                 for number, pieces in enumerate(cut_slots(ranges, staging.slot_bytes)):
                     slot, generation = number % len(staging.events), next(staging.generations)
                     if len(in_flight) == len(staging.events):
-                        self._copy_slot(source, staging, *in_flight.popleft(), copy, deadline)
+                        self._copy_slot(source, staging, *in_flight.popleft(), data, deadline)
                     call = self._request_slot(source, slot, generation, pieces, deadline)
                     in_flight.append((pieces, slot, generation, call))
                 while in_flight:
-                    self._copy_slot(source, staging, *in_flight.popleft(), copy, deadline)
+                    self._copy_slot(source, staging, *in_flight.popleft(), data, deadline)
             except BaseException:
                 # Requests in flight would fill slots that the next read uses.
                 self.end()
@@ -227,7 +216,7 @@ class StagingClient(PeerConnection[CudaIpcServiceStub, _MappedStaging]):
         slot: int,
         generation: int,
         call: Any,
-        copy: Callable[[int, int, int], None],
+        data: memoryview,
         deadline: float,
     ) -> None:
         wait_for_answer(call, staging.liveness, deadline, f"{source}: slot {slot}")
@@ -235,7 +224,7 @@ class StagingClient(PeerConnection[CudaIpcServiceStub, _MappedStaging]):
         self._check_generation(source, staging, slot, generation)
         pointer = staging.slot(slot) + HEADER_BYTES
         for piece in pieces:
-            copy(piece.target, pointer, piece.range.nbytes)
+            self._cuda.copy_out(data[piece.target : piece.target + piece.range.nbytes], pointer)
             pointer += piece.range.nbytes
         self._check_generation(source, staging, slot, generation)
 

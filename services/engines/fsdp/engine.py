@@ -89,17 +89,16 @@ class FSDPEngine(DataParallelEngine):
         is_sharded = dist.get_world_size() > 1 or casts
         if is_sharded:
             # One FSDP group per transformer block; embeddings, norm and head form the root group.
-            dtype = next(model.parameters()).dtype
             fixed = [p for p in model.parameters() if optimizer is None or not p.requires_grad]
             shard_modules(
                 [*_blocks(model), self._reader],
                 init_device_mesh(device.type, (dist.get_world_size(),)),
-                dtype=dtype,
+                dtype=self._dtype,
                 compute_dtype=compute_dtype,
                 reshard_after_forward=reshard_after_forward,
-                unsharded=[p for p in fixed if p.dtype != dtype],
+                unsharded=[p for p in fixed if p.dtype != self._dtype],
             )
-        self._fill({name: box(local_part(x), x) for name, x in materialize(model, device)}, directory)
+        self._fill({name: box(local_part(x), x) for name, x in materialize(model, device)})
         if is_sharded:
             # FSDP initializes in its first forward pass, and cannot recover from an error in it.
             with torch.no_grad(), self._computing():
@@ -145,12 +144,12 @@ class FSDPEngine(DataParallelEngine):
         ranks = range(dist.get_world_size())
         return SequenceRanks(own_group([ranks[first : first + size] for first in ranks[::size]]))
 
-    def _fill(self, empty: Mapping[str, WeightShard], directory: Path | None) -> None:
+    def _fill(self, empty: Mapping[str, WeightShard]) -> None:
         """Reads the values of this rank's tensors that have none yet, given as `WeightShard`s by name, from the model
         directory, which is None only if there are none."""
         if empty:
-            assert directory is not None, "the weights of a model on the meta device are in files"
-            read_parts(directory, empty.items())
+            assert self._directory is not None, "the weights of a model on the meta device are in files"
+            read_parts(self._directory, empty.items())
 
     def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
         if self._directory is None or self._load is None:

@@ -4,7 +4,6 @@ FSDP2."""
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from services.engines.base import EngineSetup, OptimizerOptions, dealt_to_ranks
 from services.engines.fsdp.engine import FSDPEngine
 from services.engines.fully_shard import whole
 from services.engines.implementation import compute_dtype
-from services.models.loading import load_on_meta
+from services.models.loading import load_on_meta, repeated_names, tied_names
 from services.models.weights import cast
 from services.storage.checkpoint import NO_SCALARS, Scalars, WeightShard, read_manifest
 from services.storage.publish import readable_path
@@ -162,12 +161,12 @@ class LoRAEngine(FSDPEngine):
         return {name: value for name, value in super().load(directory).items() if name != ALPHA}
 
     @torch.no_grad()
-    def _fill(self, empty: Mapping[str, WeightShard], directory: Path | None) -> None:
+    def _fill(self, empty: Mapping[str, WeightShard]) -> None:
         weights = dict(empty)
         for name, first in _first_values(self._layers, self._adapters):
             part = weights.pop(name)
             part.tensor.copy_(first[part.box])
-        super()._fill({_plain_name(name): part for name, part in weights.items()}, directory)
+        super()._fill({_plain_name(name): part for name, part in weights.items()})
 
     @torch.no_grad()
     def _read_first_values(self, weights: Mapping[str, WeightShard]) -> None:
@@ -220,7 +219,7 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> dict[str, L
     Raises:
         ValueError: a target is missing, is not linear, or is tied to another weight.
     """
-    tied = _tied_names(model)
+    tied = tied_names(model).keys() | repeated_names(model)
     config = _config(options)
     config.target_modules = _targets(model, options.target_modules)
     # Given a mixture of experts itself, peft would also adapt experts and router, which are no linear layers.
@@ -275,13 +274,6 @@ def _first_values(layers: Mapping[str, Linear], options: AdapterOptions) -> Iter
             nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
             yield f"{name}.lora_A.{_NAME}.weight", a.weight.to(layer.weight.dtype)
             yield f"{name}.lora_B.{_NAME}.weight", torch.zeros_like(b.weight)
-
-
-def _tied_names(model: nn.Module) -> set[str]:
-    """Returns all names of those weights that have several names."""
-    named = list(model.named_parameters(remove_duplicate=False))
-    times = Counter(id(parameter) for _, parameter in named)
-    return {name for name, parameter in named if times[id(parameter)] > 1}
 
 
 def _config(options: AdapterOptions) -> LoraConfig:

@@ -95,7 +95,7 @@ class ZeROEngine(DataParallelEngine):
         kept = self._as_boxes(self._partitions.kept)
         super().__init__(model, device, kept, list(kept) if optimizer else [], optimizer)
         if empty:
-            self._fill(empty, directory)
+            self._fill(empty)
 
     @classmethod
     def create(cls, table: ModelTable, options: ZeroTable, setup: EngineSetup) -> Self:
@@ -110,7 +110,7 @@ class ZeROEngine(DataParallelEngine):
             load=setup.load,
         )
 
-    def _fill(self, empty: Mapping[str, Tensor], directory: Path) -> None:
+    def _fill(self, empty: Mapping[str, Tensor]) -> None:
         """Reads the values of those tensors of the model that have none yet, given by name, from the model directory:
         this rank's partition, and whole tensors where the model has these on each rank. Collective."""
         has_all = self._partitions.has_all
@@ -121,7 +121,7 @@ class ZeROEngine(DataParallelEngine):
             for name, x in empty.items()
             if has_all or not isinstance(x, nn.Parameter)
         ]
-        read_parts(directory, [*parts, *wholes])
+        read_parts(self._directory, [*parts, *wholes])
         self._is_published = has_all
         self._publish()
 
