@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,7 +97,11 @@ class CudaIpcReader(Reader):
     def read(self, source: Endpoint, ranges: Sequence[ByteRange], deadline: float) -> Reading:
         offsets, total = layout(r.nbytes for r in ranges)
         data = np.empty(total, np.uint8).data
-        self._clients.to(source).read(source, ranges, data, deadline)
+
+        def copy_out(target: int, pointer: int, nbytes: int) -> None:
+            self._cuda.copy_out(data[target : target + nbytes], pointer)
+
+        self._clients.to(source).read(source, ranges, copy_out, deadline)
         return Reading([data[o : o + r.nbytes] for o, r in zip(offsets, ranges, strict=True)])
 
     def receive(
@@ -164,13 +168,20 @@ class StagingClient(PeerConnection[CudaIpcServiceStub, _MappedStaging]):
         self._cuda = cuda
         self._reader = uuid.uuid4().hex
 
-    def read(self, source: Endpoint, ranges: Sequence[ByteRange], data: memoryview, deadline: float) -> None:
-        """Reads ranges.
+    def read(
+        self,
+        source: Endpoint,
+        ranges: Sequence[ByteRange],
+        copy: Callable[[int, int, int], None],
+        deadline: float,
+    ) -> None:
+        """Reads ranges, and copies them with a function.
 
         Args:
             source: The rank that holds the shards.
             ranges: The bytes to read.
-            data: Host memory that they are copied to, laid out by `layout`.
+            copy: Called as `copy(target, pointer, nbytes)` for every piece: copies `nbytes` bytes at device address
+                `pointer` to offset `target` of the result, which is laid out by `layout`.
             deadline: Time on the clock of `time.monotonic`, in seconds.
 
         Raises:
@@ -183,11 +194,11 @@ class StagingClient(PeerConnection[CudaIpcServiceStub, _MappedStaging]):
                 for number, pieces in enumerate(cut_slots(ranges, staging.slot_bytes)):
                     slot, generation = number % len(staging.events), next(staging.generations)
                     if len(in_flight) == len(staging.events):
-                        self._copy_slot(source, staging, *in_flight.popleft(), data, deadline)
+                        self._copy_slot(source, staging, *in_flight.popleft(), copy, deadline)
                     call = self._request_slot(source, slot, generation, pieces, deadline)
                     in_flight.append((pieces, slot, generation, call))
                 while in_flight:
-                    self._copy_slot(source, staging, *in_flight.popleft(), data, deadline)
+                    self._copy_slot(source, staging, *in_flight.popleft(), copy, deadline)
             except BaseException:
                 # Requests in flight would fill slots that the next read uses.
                 self.end()
@@ -216,7 +227,7 @@ class StagingClient(PeerConnection[CudaIpcServiceStub, _MappedStaging]):
         slot: int,
         generation: int,
         call: Any,
-        data: memoryview,
+        copy: Callable[[int, int, int], None],
         deadline: float,
     ) -> None:
         wait_for_answer(call, staging.liveness, deadline, f"{source}: slot {slot}")
@@ -224,7 +235,7 @@ class StagingClient(PeerConnection[CudaIpcServiceStub, _MappedStaging]):
         self._check_generation(source, staging, slot, generation)
         pointer = staging.slot(slot) + HEADER_BYTES
         for piece in pieces:
-            self._cuda.copy_out(data[piece.target : piece.target + piece.range.nbytes], pointer)
+            copy(piece.target, pointer, piece.range.nbytes)
             pointer += piece.range.nbytes
         self._check_generation(source, staging, slot, generation)
 
