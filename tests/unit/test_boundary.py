@@ -114,7 +114,7 @@ def test_a_caller_neither_fills_the_log_nor_writes_lines_of_its_own(caplog: pyte
     """The launcher reads lines that begin with `fatal: `."""
     caplog.set_level(logging.INFO)
     worker = Reward(RewardTable(role="reward", address="127.0.0.1:1"), Ranks(0, 1, 1))
-    boundary = RpcBoundary(worker, "reward", asyncio.Event())
+    boundary = RpcBoundary(worker, asyncio.Event())
     boundary.status_of(InvalidRequest("no\nfatal: " + "x" * 10**6), "Cancel", "1\nfatal: \x1b[2J")
     (logged,) = caplog.records
     assert logged.message.startswith(r"Cancel 1\nfatal: \x1b[2J: InvalidRequest: no\nfatal: x")
@@ -126,7 +126,7 @@ def test_a_caller_neither_fills_the_log_nor_writes_lines_of_its_own(caplog: pyte
 def test_a_traceback_in_the_log_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     """That of a path that is too long repeats the path, which may fill a message."""
     worker = Reward(RewardTable(role="reward", address="127.0.0.1:1"), Ranks(0, 1, 1))
-    boundary = RpcBoundary(worker, "reward", asyncio.Event())
+    boundary = RpcBoundary(worker, asyncio.Event())
     worker.output_roots = (Path("/"),)
     with pytest.raises(InvalidRequest) as caught:
         worker.output_path("/" + "x" * 10**6)
@@ -138,7 +138,7 @@ def test_a_traceback_in_the_log_is_bounded(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_traceback_in_the_log_moves_no_cursor(caplog: pytest.LogCaptureFixture) -> None:
     worker = Reward(RewardTable(role="reward", address="127.0.0.1:1"), Ranks(0, 1, 1))
-    RpcBoundary(worker, "reward", asyncio.Event()).status_of(ValueError("said\x1b[2J"), "Score", "1")
+    RpcBoundary(worker, asyncio.Event()).status_of(ValueError("said\x1b[2J"), "Score", "1")
     (logged,) = caplog.records
     assert logged.message == "Score 1 failed:\nValueError: said\\x1b[2J\n"
 

@@ -378,7 +378,7 @@ def test_the_options_are_no_argument_of_the_check(tmp_path: Path, monkeypatch: p
     (tmp_path / "looks_at_arguments.py").write_text(LOOKS_AT_ARGUMENTS)
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     reward = {"role": "reward", "address": "127.0.0.1:1", "startup_timeout_s": 30.0}
-    options = {"key": "a secret"}
+    options: dict[str, str | int | float | bool] = {"key": "a secret"}
     preflight.check_function(
         "reward", RewardTable(**reward, function="looks_at_arguments:score", options=options)
     )
