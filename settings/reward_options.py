@@ -12,10 +12,6 @@ from settings.explain import explain
 from settings.strict import Strict
 
 
-class NoOptions(Strict):
-    """Options of a function that takes none."""
-
-
 class GSM8KOptions(Strict):
     """Options of gsm8k."""
 
@@ -49,12 +45,12 @@ class LengthOptions(Strict):
 
 
 OPTIONS: Mapping[str, type[Strict]] = {
-    "environment": NoOptions,
-    "exact_match": NoOptions,
+    "environment": Strict,
+    "exact_match": Strict,
     "format": FormatOptions,
     "gsm8k": GSM8KOptions,
     "length": LengthOptions,
-    "math": NoOptions,
+    "math": Strict,
 }
 """Options of each built-in reward function."""
 

@@ -114,10 +114,10 @@ def test_token_ids_of_texts_leave_the_actor_as_int32(actor: ActorWorker) -> None
 
 
 def test_a_response_ends_with_the_text_of_its_row_or_the_eos_token(actor: ActorWorker) -> None:
-    values: dict[str, Any] = {**TEXTS, "response_end": [" w9", ""]}
+    values: dict[str, Any] = {**TEXTS, "response_end": ["<bos>", ""]}
     rows = CallRows(FetchedRows(2, values, dict.fromkeys(values, "text"), 0), np.arange(2))
     assert actor.eos_id is not None
-    for given, ends in ((rows, [9, actor.eos_id]), (text_rows(), [actor.eos_id] * 2)):
+    for given, ends in ((rows, [1, actor.eos_id]), (text_rows(), [actor.eos_id] * 2)):
         columns = actor.tokenize(given, actor_pb2.TokenizeRequest(), make_call()).columns
         assert columns["response_ids"].tolist() == [[6, ends[0]], [7, ends[1]]]
 

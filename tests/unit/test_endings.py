@@ -47,7 +47,7 @@ def tables(tmp_path: Path, end: str, chat: bool = True, **configs: Any) -> dict[
         "algorithm": {"mini_batch_size": 256, "kl_loss_coefficient": 0},
         "services": {
             "actor": {"role": "actor", "address": "127.0.0.1:7101", "model": str(model)},
-            "reward": {"role": "reward", "address": "127.0.0.1:7102"},
+            "reward": {"role": "reward", "address": "127.0.0.1:7102", "function": "length"},
         },
     }
 
@@ -158,7 +158,9 @@ def test_a_tokenizer_without_a_model_ends_responses_by_its_template(tmp_path: Pa
 def test_a_model_that_learns_an_end_that_is_no_eos_token_is_told(tmp_path: Path) -> None:
     given = tables(tmp_path, UNK)
     Path(given["data"]["train"]).write_text(json.dumps({"messages": TURNS}))
+    model = given["services"]["actor"]["model"]
     given["services"]["actor"]["rollout_engine"] = "none"
-    assert [line.startswith(LINE) for line in lines(given, ("response",))] == [True]
+    given["services"]["rollout"] = {"role": "rollout", "address": "127.0.0.1:7103", "model": model}
+    assert [line.startswith(LINE) for line in lines(given, ("response",))] == [True, False]
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [3, 26]}')
     assert lines(given, ("response",)) == []

@@ -368,7 +368,7 @@ from pathlib import Path
 Path(__file__).with_name("arguments").write_bytes(Path("/proc/self/cmdline").read_bytes())
 
 
-def score(prompt, response, ground_truth, metadata, key):
+def score(prompt, response, ground_truth, metadata, *, key):
     return 0.0
 """
 

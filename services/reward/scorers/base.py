@@ -134,8 +134,9 @@ def row_score(verdict: object, *, by_token: bool = False) -> reward_pb2.RowScore
     """
     if isinstance(verdict, str | bytes):
         return reward_pb2.RowScore(error=f"score is text: {shown(verdict)}")
-    if _is_vector(verdict) and (by_token or len(verdict) != 1):
-        verdict = verdict.tolist()
+    if _is_vector(verdict):
+        numbers = verdict.tolist()
+        verdict = numbers if by_token or len(numbers) != 1 else numbers[0]
     try:
         values = [float(x) for x in verdict] if isinstance(verdict, Sequence) else [float(verdict)]  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
