@@ -6,7 +6,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a thread waits for calls that are held back.
+
+    Attributes:
+        limit_s: Longest time to wait while the run stands still, in seconds.
+        progress: Function that returns a value that differs from the one before where the run has gone on.
+    """
+
+    limit_s: float
+    progress: Callable[[], object]
 
 
 class Gate:
@@ -15,22 +29,21 @@ class Gate:
     Args:
         before: Function that is called with False before a call is held back, and, before the algorithm waits for a
             result of the step, with whether the result depends on calls that are held back. It may open this gate and
-            other gates. Returns the longest time to wait, in seconds; None: no limit.
+            other gates. Returns how long to wait; None: no limit.
 
     Attributes:
         is_open: Whether new calls begin at once.
     """
 
-    def __init__(self, before: Callable[[bool], float | None]) -> None:
+    def __init__(self, before: Callable[[bool], Patience | None]) -> None:
         self.is_open = False
         self._before = before
         self._kept: deque[tuple[Callable[[], None], Future[Any]]] = deque()
         self._lock = threading.RLock()
 
-    def reached(self, *, needs_kept: bool) -> float | None:
-        """Calls `before` with `needs_kept`, unless the gate is open, and returns the longest time to wait, in seconds;
-        None: no limit. To be called before the algorithm waits for a result of the step or makes a call that is held
-        back."""
+    def reached(self, *, needs_kept: bool) -> Patience | None:
+        """Calls `before` with `needs_kept`, unless the gate is open, and returns how long to wait; None: no limit. To
+        be called before the algorithm waits for a result of the step or makes a call that is held back."""
         return None if self.is_open else self._before(needs_kept)
 
     def keep(self, begin: Callable[[], None], result: Future[Any]) -> None:

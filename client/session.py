@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from client.gate import Gate
+from client.gate import Gate, Patience
 from client.unread import UnreadErrors
 from client.waiting import settle
 from rlhf.errors import DeadlineExceeded, InvalidRequest
@@ -66,6 +66,7 @@ class StepContext:
     Attributes:
         noted: Metrics of the step by name, accumulated with `note`.
         has_ended: Whether the rows of the step were freed, after which no more calls are made in it.
+        num_changes: Number of its calls that were made, and of those that have ended.
     """
 
     def __init__(self, number: int, gate: Gate | None = None, segment_gates: Sequence[Gate] = ()) -> None:
@@ -73,6 +74,7 @@ class StepContext:
         self.gate = gate
         self.segment_gates = segment_gates
         self.has_ended = False
+        self.num_changes = 0
         self.noted: dict[str, float] = {}
         self._ordinals: Counter[tuple[str, str]] = Counter()
         self._controller_bytes = 0
@@ -96,13 +98,13 @@ class StepContext:
             return self.segment_gates[lateness - 1]
         return self.gate if lateness == AFTER_UPDATES else None
 
-    def reached(self, lateness: int) -> float | None:
-        """Notifies the gates before the algorithm waits for a result of this lateness; see `gate_of`. Returns the
-        longest time to wait, in seconds; None: no limit, as for a result that is not held back."""
-        limits = [gate.reached(needs_kept=True) for gate in self.segment_gates[:lateness]]
+    def reached(self, lateness: int) -> Patience | None:
+        """Notifies the gates before the algorithm waits for a result of this lateness; see `gate_of`. Returns how long
+        to wait; None: no limit, as for a result that is not held back."""
+        found = [gate.reached(needs_kept=True) for gate in self.segment_gates[:lateness]]
         if self.gate:
-            limits.append(self.gate.reached(needs_kept=lateness == AFTER_UPDATES))
-        return min((limit for limit in limits if limit is not None), default=None)
+            found.append(self.gate.reached(needs_kept=lateness == AFTER_UPDATES))
+        return next((each for each in found if each), None)
 
     @contextmanager
     def on_thread(self) -> Iterator[None]:
@@ -138,6 +140,7 @@ class StepContext:
         raised where its columns are read."""
         with self._lock:
             self._calls.add(call)
+            self.num_changes += 1
         if name:
             self._unread.watch(call, name)
         call.add_done_callback(self._forget)
@@ -167,6 +170,7 @@ class StepContext:
     def _forget(self, call: Future[Any]) -> None:
         with self._lock:
             self._calls.discard(call)
+            self.num_changes += 1
 
 
 @dataclass

@@ -12,6 +12,7 @@ from controller.config.config import Config
 from controller.data.draws import Data, Limit, counter, overlong_share, sample
 from controller.data.prompt_source import Prompt
 from controller.data.prompts import PromptData
+from controller.data.response_end import RESPONSE_END
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
 
@@ -57,13 +58,17 @@ def responses_cut(config: Config, data: tuple[PromptData, PromptData], columns: 
     except ConfigError:
         return ""
     most = config.rollout.max_response_tokens
-    # A response has no special tokens but its end.
+    # A response has no special tokens but its end: what the chat template puts there, or one EOS token.
     (special,) = count([""])
 
     def lengths(rows: Data[Prompt]) -> np.ndarray[Any, Any]:
-        texts = [[prompt.texts[name] for name in names] for prompt in (rows[int(i)] for i in sample(rows))]
-        counted = np.asarray(count([text for each in texts for text in each])) - special + 1
-        return counted.reshape(len(texts), len(names)).max(axis=1)
+        prompts = [rows[int(i)] for i in sample(rows)]
+        ends = [prompt.texts.get(RESPONSE_END, "") for prompt in prompts]
+        texts = [
+            prompt.texts[name] + end for prompt, end in zip(prompts, ends, strict=True) for name in names
+        ]
+        counted = np.asarray(count(texts)).reshape(len(prompts), len(names)).max(axis=1)
+        return counted - special + np.asarray([not end for end in ends])
 
     train, heldout = (lengths(rows) for rows in data)
     longest = int(max(train.max(), heldout.max()))

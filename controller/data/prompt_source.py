@@ -163,14 +163,14 @@ def _ground_truth(row: Row) -> str:
 
 def _has_tests(row: Row) -> bool:
     """Whether a row has tests of a program: field tests, or a ground truth with inputs and outputs as in the data of
-    verl. The grader checks what is in them."""
+    verl, and any in them. The grader checks what they are."""
     if "tests" in row:
-        return bool(row["tests"])
+        return bool(row["tests"]) and row["tests"] != "[]"
     try:
         table = json.loads(_ground_truth(row))
     except (ValueError, RecursionError):
         return False
-    return isinstance(table, dict) and {"inputs", "outputs"} <= table.keys()
+    return isinstance(table, dict) and bool(table.get("inputs") and table.get("outputs"))
 
 
 def _text(value: Any) -> str:

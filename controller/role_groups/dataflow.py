@@ -205,21 +205,25 @@ class FutureBatch:
         None.
 
         Raises:
-            RlhfError: The calls are still held back after this limit. It is no DeadlineExceeded, after which a run may
-                be restarted (`Restarts`): it would come again.
+            RlhfError: The run has stood still up to this limit. It is no DeadlineExceeded, after which a run may be
+                restarted (`Restarts`): it would come again.
         """
-        limit_s = self.step.reached(lateness_of(awaited)) if self.step else None
-        if limit_s is None or timeout_s is not None:
+        patience = self.step.reached(lateness_of(awaited)) if self.step else None
+        if self.step is None or patience is None or timeout_s is not None:
             return results(awaited, timeout_s)
-        try:
-            return results(awaited, limit_s)
-        except DeadlineExceeded as error:
-            if self.step is None or any(error_of(each) for each in awaited if each.done()):
-                raise
-            raise RlhfError(
-                f"step {self.step.number}: {error}: the calls that make them are held back (run.ahead) until the loop "
-                "over the steps goes on, and this is another thread"
-            ) from None
+        while True:
+            before = patience.progress()
+            try:
+                return results(awaited, patience.limit_s)
+            except DeadlineExceeded as error:
+                if any(error_of(each) for each in awaited if each.done()):
+                    raise
+                if patience.progress() != before:
+                    continue
+                raise RlhfError(
+                    f"step {self.step.number}: {error}: the calls that make them are held back (run.ahead) until the "
+                    "loop over the steps goes on, and this is another thread"
+                ) from None
 
 
 def with_parts(records: Iterable[CallRecord]) -> Iterator[CallRecord]:

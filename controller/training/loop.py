@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from client.gate import Gate
+from client.gate import Gate, Patience
 from client.session import works_for_a_step
 from controller.checkpoints.saver import Checkpointer
 from controller.config.rollout import RolloutTable
@@ -172,13 +172,13 @@ class StepLoop:
             kept = self._state.kept.state
             opened.kept = resolved(kept()) if is_own else self._deferral.submit(kept)
 
-    def _reached(self, number: int, evaluation: Evaluation, needs_kept: bool) -> float | None:
+    def _reached(self, number: int, evaluation: Evaluation, needs_kept: bool) -> Patience | None:
         """Called before step `number` holds back a call to a service that learns, or waits for a result. Opens the gate
         of the oldest open step if it is at least `run.ahead` steps older. If the result depends on calls that are held
         back (`needs_kept`), also ends all earlier steps, with their evaluations, and begins these calls. On another
-        thread, does nothing and returns `_limit_s`."""
+        thread, does nothing and returns `_patience`."""
         if threading.get_ident() != self._thread:
-            return self._limit_s(needs_kept)
+            return self._patience(needs_kept)
         self._generate_due(number)
         self._finish_evaluation()
         oldest = self._open[0]
@@ -193,20 +193,26 @@ class StepLoop:
                 gate.flush()
         return None
 
-    def _limit_s(self, needs_kept: bool) -> float | None:
-        """Returns the longest time, in seconds, that a thread of the algorithm's own may wait: the longest timeout of a
-        call if it needs calls that are held back (`needs_kept`), which the loop over the steps begins if it goes on;
-        else None. The threads of the run itself have no limit, as the loop never waits for them before."""
+    def _patience(self, needs_kept: bool) -> Patience | None:
+        """Returns how long a thread of the algorithm's own waits: if it needs calls that are held back (`needs_kept`),
+        which the loop over the steps begins if it goes on, until no call of an open step has begun or ended for the
+        longest timeout of a call; else None. The threads of the run itself have no limit, as the loop never waits for
+        them before."""
         if not needs_kept or works_for_a_step():
             return None
-        return max(self._table.call_timeout_s, self._table.save_timeout_s)
+        return Patience(max(self._table.call_timeout_s, self._table.save_timeout_s), self._progress)
 
-    def _segment_needed(self, number: int, is_awaited: bool) -> float | None:
+    def _progress(self) -> object:
+        """Returns the numbers of the open steps, and of the calls that were made or have ended in each."""
+        steps = [opened.step.context for opened in (*self._open, self._evaluating) if opened]
+        return [(step.number, step.num_changes) for step in steps]
+
+    def _segment_needed(self, number: int, is_awaited: bool) -> Patience | None:
         """Called before the algorithm waits for a result of step `number`. If the result depends on segments that are
         held back (`is_awaited`), generates the remaining segments of the step, after the due segments of earlier
-        steps. On another thread, does nothing and returns `_limit_s`."""
+        steps. On another thread, does nothing and returns `_patience`."""
         if threading.get_ident() != self._thread:
-            return self._limit_s(is_awaited)
+            return self._patience(is_awaited)
         if is_awaited:
             self._generate_due(number)
             for opened in self._open:

@@ -25,6 +25,7 @@ from controller.training.scoring import (
     Verdict,
     add,
     column_of,
+    groups_of,
     rows_of_groups,
     rows_to_keep,
     spread,
@@ -89,8 +90,7 @@ class Reward:
 
     def score(self, batch: FutureBatch, column: str = "rewards", **others: FutureBatch) -> FutureBatch:
         """Scores a batch and returns it with its rewards; waits for the verdicts unless the policy is stop. With policy
-        drop_group, groups with a row that could not be scored are left out; column "group" has the group of each row,
-        and without it each row is its own group.
+        drop_group, groups with a row that could not be scored are left out; see `with_groups` for the group of a row.
 
         A composed reward also adds the scores of its services, unweighted and summed over the response, as columns
         "rewards/SERVICE" [rows] float64, with NaN where the service does not score the row.
@@ -116,7 +116,7 @@ class Reward:
             return batch
         settled = {name: self._settle(rows).repeated(batch.rows // rows.rows) for name, rows in asked.items()}
         failed = [row for each in settled.values() for row in each.causes]
-        kept = rows_to_keep(np.asarray(sorted(set(failed)), np.int64), _groups_of(batch))
+        kept = rows_to_keep(np.asarray(sorted(set(failed)), np.int64), groups_of(batch))
         self._step_of(batch).note("reward/rows_dropped", batch.rows - len(kept))
         if not len(kept):
             raise next(each for each in settled.values() if each.causes).error(self._name)
@@ -249,7 +249,7 @@ class Reward:
             if not len(failed):
                 break
             if part.group.scores_groups:
-                failed = rows_of_groups(failed, _groups_of(batch)[part.rows])
+                failed = rows_of_groups(failed, groups_of(batch)[part.rows])
             self._step_of(batch).note("reward/rows_retried", len(failed))
             again = Settled.of(part.group.try_reward(batch.take(part.rows[failed])))
             settled = settled.replaced(failed, again)
@@ -266,14 +266,6 @@ def _rows_of_failed_episodes(batch: FutureBatch, rows: np.ndarray) -> set[int]:
         return set()
     errors = texts_of(batch.select([ERRORS]), ERRORS)
     return {place for place, row in enumerate(rows.tolist()) if errors[row]}
-
-
-def _groups_of(batch: FutureBatch) -> np.ndarray:
-    if "group" not in batch:
-        return np.arange(batch.rows)
-    column = batch.result(["group"])["group"]
-    assert isinstance(column, LocalColumn)
-    return np.asarray(column.values)
 
 
 def _rows_of(batch: FutureBatch, rows: np.ndarray) -> FutureBatch:

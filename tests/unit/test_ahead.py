@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -389,6 +391,33 @@ def test_a_thread_may_wait_for_what_is_held_back_while_the_loop_goes_on(tmp_path
 
     simulate(tmp_path, "dr_grpo", "run.ahead=1", "run.evaluate_every=0", algorithm=beside)
     assert all("log_probs" in each.result(20) for each in seen)
+
+
+def test_a_thread_may_wait_for_as_long_as_the_loop_makes_calls(tmp_path: Path) -> None:
+    """The calls of a step may take longer together than the timeout of each."""
+    seen, waiting = [], threading.Event()
+
+    def wait(run: Run, batch: FutureBatch) -> dict[str, Any]:
+        waiting.set()
+        return run.fetch(batch, "log_probs")
+
+    def slow(run: Run) -> None:
+        actor = run.actor()
+        with ThreadPoolExecutor(1) as pool:
+            for step in run.steps():
+                batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+                batch |= actor.compute_log_prob(batch)
+                if step.number == 1:
+                    seen.append(pool.submit(wait, run, batch))
+                    assert waiting.wait(20)
+                    for _ in range(10):
+                        time.sleep(0.1)
+                        actor.generate_sequences(step.prompts).records(20)
+                step.finish(batch)
+
+    table = ("run.ahead=1", "run.evaluate_every=0", "run.call_timeout_s=0.4", "run.save_timeout_s=0.5")
+    simulate(tmp_path, "dr_grpo", *table, algorithm=slow)
+    assert "log_probs" in seen[0].result(20)
 
 
 def measures_rows_of_its_own(run: Run) -> None:

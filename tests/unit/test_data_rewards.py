@@ -166,9 +166,12 @@ def test_a_row_that_fails_again_and_again_stops_the_run() -> None:
     assert len(group.asked) == 3
 
 
-def test_the_group_of_a_row_without_a_score_is_dropped() -> None:
+@pytest.mark.parametrize("column", ["group", "prompt_number"])
+def test_the_group_of_a_row_without_a_score_is_dropped(column: str) -> None:
+    """Algorithms without groups, as ppo and remax, have the number of the prompt alone."""
     reward = reward_of({"a": Group(failing("c1"))}, {"all": {"a": 1.0}}, "drop_group")
-    scored = reward.score(FutureBatch.of(response=ROWS, group=np.array([3, 3, 5, 5])))
+    numbers = {column: np.array([3, 3, 5, 5])}
+    scored = reward.score(FutureBatch.of(response=ROWS, **numbers))
     assert (rewards(scored), column_of(scored, "response").texts) == ([5, 1], ["def22", "4"])
 
 
@@ -186,6 +189,12 @@ def test_a_row_of_token_scores_that_one_service_fails_is_the_only_one(policy: st
         return
     values = column_of(reward.score(batch), "rewards").values
     assert (values.values.tolist(), values.lengths.tolist()) == ([3.0] * 8, [2, 5, 1])
+
+
+def test_column_group_names_the_rows_that_are_dropped_before_the_number_of_the_prompt() -> None:
+    reward = reward_of({"a": Group(failing("c1"))}, {"all": {"a": 1.0}}, "drop_group")
+    batch = FutureBatch.of(response=ROWS, prompt_number=np.zeros(4, np.int64), group=np.array([3, 3, 5, 5]))
+    assert rewards(reward.score(batch)) == [5, 1]
 
 
 def test_without_groups_only_the_row_is_dropped() -> None:

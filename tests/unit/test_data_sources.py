@@ -225,7 +225,15 @@ def test_a_reward_that_compares_answers_needs_a_ground_truth_in_every_row(
 
 @pytest.mark.parametrize(
     "tests",
-    [{}, {"tests": []}, {"ground_truth": "42"}, {"ground_truth": '{"inputs": ["1"]}'}, {"tests": None}],
+    [
+        {},
+        {"tests": []},
+        {"tests": "[]"},
+        {"tests": None},
+        {"ground_truth": "42"},
+        {"ground_truth": '{"inputs": ["1"]}'},
+        {"ground_truth": '{"inputs": [], "outputs": []}'},
+    ],
     ids=str,
 )
 def test_a_reward_that_runs_programs_needs_tests_in_every_row(tests: dict[str, Any], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from controller.cli import main
 from controller.config.config import Config
 from controller.data.endings import messages_without_end
+from controller.data.length_lines import responses_cut
 from controller.data.prompts import load_data
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.columns import texts_of
@@ -164,3 +165,12 @@ def test_a_model_that_learns_an_end_that_is_no_eos_token_is_told(tmp_path: Path)
     assert [line.startswith(LINE) for line in lines(given, ("response",))] == [True, False]
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [3, 26]}')
     assert lines(given, ("response",)) == []
+
+
+def test_the_end_of_a_response_counts_among_its_tokens_with_all_of_its_own(tmp_path: Path) -> None:
+    given = tables(tmp_path, f" {EOS}")
+    Path(given["data"]["train"]).write_text(json.dumps({"messages": TURNS, "ground_truth": "4"}))
+    given["rollout"]["max_response_tokens"] = 2
+    config = Config.model_validate(given)
+    line = responses_cut(config, load_data(config, ("response",)), ("response",))
+    assert "1 of 1 training rows looked at, 1 of 1 held-out ones; the longest has 3 tokens" in line
