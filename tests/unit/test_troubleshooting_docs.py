@@ -18,9 +18,9 @@ SYMPTOMS = [line for block in BLOCKS for line in block.splitlines()]
 QUOTED = [
     line.strip()
     for path in sorted((ROOT / "docs").glob("*.md"))
-    for block in re.findall(r"^ *```\n(.*?)^ *```", path.read_text(), re.S | re.M)
+    for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", path.read_text(), re.S | re.M)
     for line in block.splitlines()
-    if line.lstrip().startswith(("error: ", "fatal: "))
+    if not language and line.lstrip().startswith(("error: ", "fatal: "))
 ]
 OF_TORCH = "OutOfMemoryError: CUDA out of memory"
 
