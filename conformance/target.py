@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from conformance.findings import Violation
 from rlhf.channels import open_channel
 from rlhf.contract import SERVICES
+from rlhf.errors import one_line
 from rlhf.v1 import reward_pb2
 
 COMPUTE_REWARD = SERVICES["reward"]["ComputeReward"]
@@ -230,8 +231,13 @@ def _values(verdict: Verdict) -> list[float]:
 def described(error: grpc.RpcError) -> str:
     """Returns the status of a failed call as text: `CODE (details)`."""
     call: Any = error
-    details = " ".join((call.details() or "").split())
-    return f"{call.code().name} ({details[:120]})" if details else call.code().name
+    details = excerpt(call.details() or "")
+    return f"{call.code().name} ({details})" if details else call.code().name
+
+
+def excerpt(said: str) -> str:
+    """Returns the beginning of a server's text as one line, with its control characters escaped."""
+    return one_line(" ".join(said.split())[:120])
 
 
 def status_of(error: Any) -> grpc.StatusCode:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from conformance.findings import Caution, Undecided, Violation
-from conformance.target import RewardTarget, are_equal, are_equal_by_unit, has_score
+from conformance.target import RewardTarget, are_equal, are_equal_by_unit, excerpt, has_score
 
 LARGE_GROUP = (1 << 63) + (1 << 53) + 1
 """A number of a group that neither a signed integer nor a double can hold."""
@@ -22,7 +22,7 @@ def check_scores(target: RewardTarget) -> str:
     scored = sum(map(has_score, verdicts))
     if not scored:
         raise Violation(
-            f"none of the {len(verdicts)} probe rows got a score; the first: {verdicts[0].error[:120]}",
+            f"none of the {len(verdicts)} probe rows got a score; the first: {excerpt(verdicts[0].error)}",
             "Give rows that your reward can score: --rows FILE. If these should be: look at the error.",
         )
     return f"{scored} of {len(verdicts)} probe rows got a score"

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rlhf.access import Access
 from rlhf.channels import open_channel
+from rlhf.errors import one_line
 from rlhf.v1 import worker_pb2, worker_pb2_grpc
 
 ANSWER_TIMEOUT_S = 3.0
@@ -38,7 +39,8 @@ class Probe:
     """Polls the health of the service at an address without blocking.
 
     Attributes:
-        reason: Message of the last health check that failed, such as that of a certificate; empty: none has.
+        reason: Message of the last health check that failed, such as that of a certificate, as one line; empty: none
+            has.
     """
 
     def __init__(self, address: str) -> None:
@@ -56,7 +58,7 @@ class Probe:
             return False
         question, self._question = self._question, None
         if question.exception() is not None:
-            self.reason = question.details() or ""
+            self.reason = one_line(question.details() or "")
             return False
         return _serves(question.result())
 

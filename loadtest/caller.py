@@ -17,7 +17,7 @@ from client.rank import WORKER, RankClient
 from client.session import Session
 from loadtest.target import CONNECT_S, Target, close_all
 from rlhf.contract import Method
-from rlhf.errors import RlhfError
+from rlhf.errors import RlhfError, one_line
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
 
 SETTLE_S = 2.0
@@ -176,7 +176,7 @@ def _code_and_cause(error: RlhfError) -> tuple[str, str]:
     `error`, or else those of `error` itself."""
     cause = error.__cause__
     if isinstance(cause, grpc.aio.AioRpcError):
-        return cause.code().name, cause.details() or ""
+        return cause.code().name, one_line(cause.details() or "")
     return error.code.name, str(error)
 
 
@@ -186,5 +186,5 @@ def _row_error(response: Any) -> str:
         return ""
     for score in response.scores:
         if score.WhichOneof("verdict") in (None, "error"):
-            return score.error or "no verdict"
+            return one_line(score.error) or "no verdict"
     return ""

@@ -13,7 +13,7 @@ import grpc.aio
 from client.outage import is_break
 from client.rank import WORKER, RankClient
 from controller.config.config import Config
-from rlhf.errors import ConfigError, DeadlineExceeded, NotAuthenticated, RlhfError, ServiceLost
+from rlhf.errors import ConfigError, DeadlineExceeded, NotAuthenticated, RlhfError, ServiceLost, one_line
 from rlhf.roles import find_role
 from rlhf.v1 import common_pb2, worker_pb2
 
@@ -211,7 +211,7 @@ def _connection_failure(error: RlhfError) -> str:
     if isinstance(error, DeadlineExceeded) or not isinstance(cause, grpc.aio.AioRpcError):
         return ""
     reason = re.sub(r".*ipv[46]:\S+: ", "", cause.details() or "")
-    return ": " + reason.removeprefix("Failed to connect to remote host: ")
+    return ": " + one_line(reason.removeprefix("Failed to connect to remote host: "))
 
 
 def _has_broken(error: RlhfError) -> bool:

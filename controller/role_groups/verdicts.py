@@ -14,7 +14,7 @@ from nccl_transfer.refs.batch import Batch, Column, LocalColumn, lengths_of
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.plans import Relay
 from rlhf.contract import Method
-from rlhf.errors import InvalidRequest, RewardFailed
+from rlhf.errors import InvalidRequest, RewardFailed, one_line
 from rlhf.v1 import common_pb2, reward_pb2
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -156,7 +156,8 @@ def not_scored(name: str, causes: Mapping[int, str], rows: int) -> RewardFailed:
         rows: Number of rows.
     """
     row, cause = next(iter(causes.items()))
-    return RewardFailed(f"{name}: {len(causes)} of {rows} rows could not be scored; row {row}: {cause}")
+    told = one_line(cause.replace("\n", " "))
+    return RewardFailed(f"{name}: {len(causes)} of {rows} rows could not be scored; row {row}: {told}")
 
 
 def first_causes(columns: Sequence[Column]) -> Column:

@@ -134,7 +134,8 @@ def _load(
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
-        ValueError: the directory cannot be loaded, a weight has another shape, or one is missing that is not in `new`.
+        ValueError: the directory cannot be loaded or has adapters beside its model, a weight has another shape, or one
+            is missing that is not in `new`.
     """
     require_model_directory(directory)
     try:

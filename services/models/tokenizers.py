@@ -20,7 +20,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
     Raises:
         FileNotFoundError: no such directory, or no config.json in it.
-        ValueError: the directory has no tokenizer that can be loaded.
+        ValueError: the directory has no tokenizer that can be loaded, or adapters beside its model.
     """
     require_model_directory(directory)
     try:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from model_types import configuration
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -21,6 +22,7 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
     Phi3Config,
     PreTrainedModel,
@@ -98,6 +100,17 @@ def test_code_in_a_directory_is_not_run_and_nobody_is_asked_whether_to(
     with pytest.raises(ValueError, match=r"cannot be loaded with AutoModelForCausalLM: .*code") as refused:
         load_causal_lm(tmp_path, on_meta=on_meta)
     assert "trust_remote_code" not in str(refused.value)
+
+
+@pytest.mark.parametrize("on_meta", [False, True], ids=["weights", "meta"])
+def test_adapters_beside_a_model_are_refused(on_meta: bool, tiny_llama_dir: Path, tmp_path: Path):
+    """transformers would add them to a model with weights, but not to one on the meta device."""
+    shutil.copytree(tiny_llama_dir, tmp_path, dirs_exist_ok=True)
+    adapters = LoraConfig(r=2, target_modules=["q_proj"])
+    get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path), adapters).save_pretrained(tmp_path)
+    for load in (partial(load_causal_lm, on_meta=on_meta), load_tokenizer):
+        with pytest.raises(ValueError, match=r"has adapters beside its model \(adapter_config.json\)"):
+            load(tmp_path)
 
 
 def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked_whether_to(
