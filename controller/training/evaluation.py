@@ -120,7 +120,8 @@ class Evaluator:
 
 
 def batches(data: PromptData, rows: np.ndarray, most: int) -> Iterator[FutureBatch]:
-    """Yields rows of the data in batches of at most `most` rows, with column `ROW`.
+    """Yields rows of the data in batches of at most `most` rows, with column `ROW`, and the same numbers as column
+    "prompt_number", by which rewards that score groups see the responses to a prompt together.
 
     Args:
         data: The rows.
@@ -129,7 +130,8 @@ def batches(data: PromptData, rows: np.ndarray, most: int) -> Iterator[FutureBat
     """
     for first in range(0, len(rows), most):
         part = rows[first : first + most]
-        yield data.batch(part) | FutureBatch.of(**{ROW: first + np.arange(len(part))})
+        numbers = first + np.arange(len(part))
+        yield data.batch(part) | FutureBatch.of(**{ROW: numbers, "prompt_number": numbers})
 
 
 def row_scores(scored: FutureBatch) -> np.ndarray:

@@ -24,9 +24,10 @@ from controller.config.config import Config, load
 from controller.evaluate import evaluate
 from controller.plan import Plan
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.evaluation import Evaluation, Measured
+from controller.training.evaluation import Evaluation, Measured, batches
 from controller.training.policy_evaluation import SCORES, SOURCES, PolicyEvaluation, is_share, pass_at_k
 from controller.training.run import Run
+from controller.training.scoring import groups_of
 from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
 
@@ -156,6 +157,12 @@ def test_held_out_prompts_are_sampled_in_batches_of_whole_prompts(tmp_path: Path
     assert all(len(set(rows)) == len(rows) for rows in made)
     shown = [sample for step, rows in run.notes.samples_of for sample in rows if step == 0]
     assert [sample.prompt for sample in shown] == ["heldout 0", "heldout 1", "heldout 2"]
+
+
+def test_the_responses_to_a_held_out_prompt_are_a_group_for_rewards() -> None:
+    data: Any = SimpleNamespace(batch=lambda rows: FutureBatch.of(length=rows))
+    found = [groups_of(batch.repeat(2)).tolist() for batch in batches(data, np.array([4, 5, 9]), 2)]
+    assert found == [[0, 0, 1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
