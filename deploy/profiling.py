@@ -9,7 +9,7 @@ import grpc
 from deploy.health import ANSWER_TIMEOUT_S, CHANNEL_OPTIONS
 from rlhf.access import Access
 from rlhf.channels import open_channel
-from rlhf.errors import from_rpc_error
+from rlhf.errors import ConfigError, from_rpc_error
 from rlhf.v1 import worker_pb2, worker_pb2_grpc
 
 
@@ -27,14 +27,17 @@ def request_traces(service: str, address: str, directory: Path, calls: int) -> l
 
     Raises:
         RlhfError: A rank cannot be reached, or refuses.
+        ConfigError: The service has no ranks of this package, which alone are sent the token of class administer.
     """
-    with open_channel(address, CHANNEL_OPTIONS, Access.ADMINISTER) as channel:
+    with open_channel(address, CHANNEL_OPTIONS, Access.READ) as channel:
         try:
             described = worker_pb2_grpc.WorkerServiceStub(channel).Describe(
                 worker_pb2.DescribeRequest(), timeout=ANSWER_TIMEOUT_S
             )
         except grpc.RpcError as error:
             raise from_rpc_error(error, f"services.{service} at {address}: Describe") from error
+    if not described.epoch:
+        raise ConfigError(f"services.{service} at {address}: a server that is not of this package writes no traces")
     request = worker_pb2.ProfileRequest(directory=str(directory), calls=calls)
     return [
         (rank.endpoint.address, _trace(service, rank.endpoint.address, request)) for rank in described.ranks
