@@ -28,11 +28,11 @@ class Server(worker_pb2_grpc.WorkerServiceServicer):
     address = ""
     epoch = 0
 
-    def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:  # noqa: N802
+    def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
         endpoint = common_pb2.Endpoint(address=self.address, epoch=self.epoch)
         return worker_pb2.DescribeResponse(epoch=self.epoch, ranks=[worker_pb2.RankInfo(endpoint=endpoint)])
 
-    def Profile(self, request: Any, context: Any) -> worker_pb2.ProfileResponse:  # noqa: N802
+    def Profile(self, request: Any, context: Any) -> worker_pb2.ProfileResponse:
         return worker_pb2.ProfileResponse(path=f"{request.directory}/trace")
 
 
