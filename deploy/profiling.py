@@ -37,7 +37,9 @@ def request_traces(service: str, address: str, directory: Path, calls: int) -> l
         except grpc.RpcError as error:
             raise from_rpc_error(error, f"services.{service} at {address}: Describe") from error
     if not described.epoch:
-        raise ConfigError(f"services.{service} at {address}: a server that is not of this package writes no traces")
+        raise ConfigError(
+            f"services.{service} at {address}: a server that is not of this package writes no traces"
+        )
     request = worker_pb2.ProfileRequest(directory=str(directory), calls=calls)
     return [
         (rank.endpoint.address, _trace(service, rank.endpoint.address, request)) for rank in described.ranks

@@ -26,6 +26,7 @@ from controller.role_groups.roles import (
     RolloutGroup,
     ValuesGroup,
 )
+from controller.tracking.metrics import Sample
 from controller.tracking.recorder import Recorder
 from controller.training.columns import ColumnReader, sampled_lengths
 from controller.training.episodes import EpisodePlayer
@@ -231,7 +232,10 @@ class Run:
     def policy_evaluation(self) -> Evaluation:
         """Returns the default `Evaluation`: the mean reward of responses as `rollout.evaluation` samples them, which
         needs a service reward."""
-        write = self._evaluator.write_samples
+
+        def write(step: StepContext | None, samples: list[Sample]) -> None:
+            self._evaluator.write_samples(step, samples)
+
         return PolicyEvaluation(self.config, self.groups, self.actor(), self.reward, write).evaluation()
 
     def keep(self, name: str, state: S) -> S:

@@ -55,7 +55,7 @@ def verify(prompt: str, response: str, ground_truth: str, metadata: Mapping[str,
     return obey(prompt, response, ground_truth, metadata)
 
 
-def know(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any], key: str) -> float:
+def know(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, Any], *, key: str) -> float:
     """Scores 1 if the response is the key of the options."""
     return float(response == key)
 
