@@ -107,7 +107,7 @@ def test_adapters_beside_a_model_are_refused(on_meta: bool, tiny_llama_dir: Path
     """transformers would add them to a model with weights, but not to one on the meta device."""
     shutil.copytree(tiny_llama_dir, tmp_path, dirs_exist_ok=True)
     adapters = LoraConfig(r=2, target_modules=["q_proj"])
-    get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path), adapters).save_pretrained(tmp_path)
+    get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path), adapters).save_pretrained(str(tmp_path))
     for load in (partial(load_causal_lm, on_meta=on_meta), load_tokenizer):
         with pytest.raises(ValueError, match=r"has adapters beside its model \(adapter_config.json\)"):
             load(tmp_path)

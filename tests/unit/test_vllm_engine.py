@@ -184,7 +184,7 @@ def test_rows_that_end_together_free_their_blocks_in_order_in_every_process():
         def __init__(self, request_id: str) -> None:
             self.request_id, self.status = request_id, RequestStatus.RUNNING
 
-    rows, freed, scheduler = range(40), list[str](), Scheduler.__new__(Scheduler)
+    rows, freed, scheduler = range(40), list[str](), cast(Any, Scheduler.__new__(Scheduler))
     scheduler.requests = {str(row): Request(str(row)) for row in rows}
     scheduler.running = list(scheduler.requests.values())
     scheduler._free_request = lambda request, **_: freed.append(request.request_id)
