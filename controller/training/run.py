@@ -220,13 +220,12 @@ class Run:
     def evaluate(self, evaluation: Evaluation | None = None) -> dict[str, float]:
         """Measures the held-out rows outside of `steps`, and returns the metrics, with prefix evaluation/. In the loop
         over the steps, call it after `Step.finish`: it frees the rows of the step, which later calls cannot read then.
-        Before the first step of a resumed run it records nothing, neither calls nor samples: the run has done so.
+        Before the first step of a resumed run nothing is recorded, since the run has done so.
 
         Args:
             evaluation: Measures the rows. Default: as for `steps`.
         """
-        newest = self._cluster.session.newest
-        newest.reached(AFTER_UPDATES)
+        (newest := self._cluster.session.newest).reached(AFTER_UPDATES)
         return self._evaluator.evaluate(newest, evaluation or self.policy_evaluation())
 
     def policy_evaluation(self) -> Evaluation:
@@ -234,7 +233,7 @@ class Run:
         needs a service reward."""
 
         def write(step: StepContext | None, samples: list[Sample]) -> None:
-            self._evaluator.write_samples(step, samples)
+            self._evaluator.write_samples(step, samples)  # RecordingRun has no evaluator
 
         return PolicyEvaluation(self.config, self.groups, self.actor(), self.reward, write).evaluation()
 

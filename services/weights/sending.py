@@ -34,11 +34,12 @@ class SendingWorker(Worker):
         with self.ranks.together(call.peers_deadline):
             self.engine.check_onloaded()
         if self._held_slices is None:
-            self._held_slices, blocks = [], []
+            slices, blocks = [], []
             for name, shard in self.engine.weight_shards():
-                self._held_slices.append(slice_to_proto(slice_of(name, shard)))
+                slices.append(slice_to_proto(slice_of(name, shard)))
                 blocks.append(blocks_of(shard.tensor))
             move_to_huge_pages(blocks)
+            self._held_slices = slices
         return CallResult(fields={"slices": self._held_slices})
 
     @register("ONE_TO_ALL")

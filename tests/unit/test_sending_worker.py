@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from services.engines.base import EngineOffloaded
 from services.reward.worker import RewardWorker
 from services.runtime.ranks import Ranks
 from services.runtime.worker import NO_ROWS, CallResult
+from services.storage.checkpoint import WeightShard
 from settings.reward import RewardTable
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -64,6 +66,21 @@ def test_a_worker_describes_what_its_engine_holds_in_the_type_of_the_optimizer(c
         )
     update(critic, make_rows())
     assert [slice_from_proto(each) for each in described(critic)] == list(slices.values())
+
+
+def test_a_description_that_fails_midway_is_not_taken_for_a_whole_one(
+    critic: CriticWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = list(critic.engine.weight_shards())
+
+    def one_shard() -> Iterator[tuple[str, WeightShard]]:
+        yield whole[0]
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(critic.engine, "weight_shards", one_shard)
+        described(critic)
+    assert len(described(critic)) == len(whole) > 1
 
 
 def test_a_transfer_that_nobody_reads_ends_at_once(critic: CriticWorker):
