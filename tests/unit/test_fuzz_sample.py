@@ -102,12 +102,15 @@ def no_more_memory_than(nbytes: int) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def serving(workers: Mapping[str, Worker], root: Path) -> AsyncIterator[list[Service]]:
-    """Serves the ranks in the running loop."""
+    """Serves the ranks in the running loop, and yields them once they listen."""
     for name, worker in workers.items():
         worker.service = name
     servers = {name: RankServer(worker) for name, worker in workers.items()}
     running = [asyncio.ensure_future(server.serve()) for server in servers.values()]
     try:
+        for worker in workers.values():
+            while not harness.is_listening(worker.table.address):
+                await asyncio.sleep(0.01)
         yield [
             Service(
                 name,
