@@ -170,7 +170,8 @@ def test_a_port_in_use_is_told_by_its_key_before_anything_starts(site: Site, com
 
 def test_a_quickstart_that_cannot_be_built_is_told_with_the_cause(site: Site) -> None:
     (site.directory / "runs" / "arithmetic").mkdir(parents=True)
-    ended = site.start("rlhf-controller", "--algo", "ppo").end(2 * TIMEOUT_S)  # two processes import torch, one after the other
+    # Two processes import torch, one after the other.
+    ended = site.start("rlhf-controller", "--algo", "ppo").end(2 * TIMEOUT_S)
     assert (ended.code, ended.line) == (
         USAGE_ERROR,
         "error: the quickstart's model could not be built: Error: runs/arithmetic exists and is not a quickstart build",

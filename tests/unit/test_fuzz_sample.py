@@ -11,6 +11,7 @@ import resource
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,9 @@ async def serving(workers: Mapping[str, Worker], root: Path) -> AsyncIterator[li
     servers = {name: RankServer(worker) for name, worker in workers.items()}
     running = [asyncio.ensure_future(server.serve()) for server in servers.values()]
     try:
-        for worker in workers.values():
-            while not harness.is_listening(worker.table.address):
-                await asyncio.sleep(0.01)
+        for name, worker in workers.items():
+            there = partial(harness.is_listening, worker.table.address)
+            await asyncio.to_thread(harness.wait_until, there, TIMEOUT_S, name)
         yield [
             Service(
                 name,
