@@ -11,6 +11,7 @@ from pathlib import Path
 import fake_cupy
 import pytest
 
+from nccl_transfer.transports.gpu import communicator
 from nccl_transfer.transports.gpu.communicator import LIBRARY, NCCL_WHEELS, cupy_nccl
 
 
@@ -28,6 +29,7 @@ def test_cupy_gets_the_nccl_that_torch_depends_on(
 ) -> None:
     metadata = tmp_path / f"{wheel.replace('-', '_')}-2.29.7.dist-info" / "METADATA"
     metadata.parent.mkdir()
+    monkeypatch.setattr(communicator, "NCCL_WHEELS", (wheel,))  # whichever is installed here
     metadata.write_text(f"Metadata-Version: 2.1\nName: {wheel}\nVersion: 2.29.7\n")
     library = tmp_path / LIBRARY
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])

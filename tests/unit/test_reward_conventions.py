@@ -339,7 +339,7 @@ REFUSED = [
     ("five_arguments", "missing a required argument: 'tokenizer'"),
     ("verl_and_more", "missing a required argument: 'tokenizer'"),
     ("trl_ids", "there is no completion_ids here"),
-    ("by_name_alone", "missing a required argument: 'weight'"),
+    ("by_name_alone", "missing a required(?: keyword-only)? argument: 'weight'"),
 ]
 
 
@@ -350,7 +350,7 @@ def test_a_function_that_no_convention_can_call_is_refused_with_those_there_are(
     with pytest.raises(ConfigError) as refused:
         find_function(f"{MODULE}:{function}")
     assert f"function: {MODULE}:{function}(" in str(refused.value)
-    assert f"cannot be called: {cause}" in str(refused.value)
+    assert re.search(f"cannot be called: {cause}", str(refused.value))
     assert ACCEPTED in str(refused.value)
 
 

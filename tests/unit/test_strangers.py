@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ import pytest
 from google.rpc import status_pb2
 
 from deploy.certificates import TABLE, write_certificates
+from integration.harness import is_listening, wait_until
 from rlhf import channels, guard
 from rlhf.access import LIBRARY_METHODS, Access
 from rlhf.contract import CHANNEL_OPTIONS, SERVICES
@@ -58,6 +60,8 @@ def while_serving(security: Security, use: Callable[[str], T]) -> T:
         ranks = RankServer(RewardWorker(table, Ranks(0, 1, 1)))
         serving = asyncio.ensure_future(ranks.serve())
         try:
+            there = partial(is_listening, address)
+            await asyncio.to_thread(wait_until, there, TIMEOUT_S, "a rank that listens")
             return await asyncio.wait_for(asyncio.to_thread(use, address), TIMEOUT_S)
         finally:
             ranks._stop.set()
