@@ -28,6 +28,11 @@ FILES = {
     "simulated over measured": "simulation",
     "predicted stages": "probe",
     "the plan found": "plan",
+    "a step that begins a checkpoint": "checkpoint",
+    "wait for a slow reward": "overlap",
+    "tensor to another process": "transfer",
+    "stream over a raw socket": "transfer",
+    "batch dealt": "transfer",
 }
 """Name of the results' file of each row of the table, by the row's beginning; false alarms are of several commits."""
 TABLE = [
