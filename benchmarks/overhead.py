@@ -46,6 +46,7 @@ from controller.training.run import Run
 from controller.training.step import Step
 from deploy import processes, with_parent
 from deploy.launch import environment
+from services.compute import matmul
 
 QUICKSTART = Path(__file__).parents[1] / "deploy" / "quickstart" / "quickstart.toml"
 CLUSTER, PLAIN, LONE = "cluster", "plain torchrun", "one process"
@@ -376,12 +377,14 @@ def main(warm_up: int, iterations: int, turns: int, json_path: Path | None) -> N
 
 
 def _config(directory: Path, steps: int) -> Config:
-    """The quickstart on ports that are free, without evaluations between the steps."""
-    names = load(QUICKSTART).services
-    addresses = [f"services.{name}.address=127.0.0.1:{free_port()}" for name in names]
+    """The quickstart on ports that are free, without evaluations between the steps, and with the faster library of
+    matrix products in both systems: where each chose by itself, they could have chosen differently."""
+    services, library = load(QUICKSTART).services, matmul.faster(*matmul.measure())
+    settings = [f"services.{name}.address=127.0.0.1:{free_port()}" for name in services]
+    settings += [f"services.{name}.matmul={library}" for name in ("actor", "critic", "reference")]
     return load(
         QUICKSTART,
-        (f"run.steps={steps}", "run.evaluate_every=0", f"run.directory={directory / 'runs'}", *addresses),
+        (f"run.steps={steps}", "run.evaluate_every=0", f"run.directory={directory / 'runs'}", *settings),
     )
 
 
