@@ -37,6 +37,7 @@ from benchmarks.overhead_roles import (
 )
 from controller.config.config import Config, load
 from nccl_transfer.refs.columns import Jagged
+from services.compute import matmul
 
 DEADLINE = timedelta(hours=2)
 ACTORS, CRITIC, REFERENCE, REWARD = (0, 1), 2, 3, 4
@@ -222,6 +223,8 @@ def main(path: Path, pace: str, name: str, threads: int) -> None:
     config = load(path)
     rank, alone = int(os.environ["RANK"]), os.environ["WORLD_SIZE"] == "1"
     torch.set_num_threads(threads)
+    if (library := config.services["actor"].matmul) != "auto":
+        matmul.use(library)
     store, _, _ = next(iter(rendezvous("env://", timeout=DEADLINE)))
     work = ComputeIntervals()
     world: World | None = None
