@@ -164,7 +164,7 @@ def check_paths(mounts: Any, directory: str) -> None:
 
 
 def test_the_pods_may_run_where_pods_are_restricted() -> None:
-    """What the Pod Security Standard "restricted" requires, and no token for the API of the cluster."""
+    """Pods meet the Pod Security Standard "restricted", and get no token for the API of the cluster."""
     for kind in ("StatefulSet", "Job"):
         pod = manifest(kind)["spec"]["template"]["spec"]
         assert pod["automountServiceAccountToken"] is False
