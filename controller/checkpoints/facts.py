@@ -21,7 +21,10 @@ MAY_DIFFER = frozenset(
             f"run.{key}"
             for key in ("steps", "epochs", "evaluate_every", "verify_every", "samples", "name", "directory")
         ),
-        *(f"run.{key}" for key in ("call_timeout_s", "save_timeout_s", "connect_timeout_s")),
+        *(
+            f"run.{key}"
+            for key in ("call_timeout_s", "save_timeout_s", "connect_timeout_s", "rollouts_every")
+        ),
         *(f"data.{key}" for key in ("train", "heldout", "pretrain", "tokenizer")),
         *(f"rollout.environment.{key}" for key in ("timeout_s", "concurrency")),
         "data.sources.*.path",

@@ -39,6 +39,11 @@ def _check_template(template: str) -> str:
     return template
 
 
+def _written(path: Path) -> str:
+    """Returns a path as config.toml has it; an empty text where it is not given."""
+    return "" if path == NOWHERE else str(path)
+
+
 def _check_heldout(path: Path, heldout: Path | None, heldout_rows: int, required: str = "") -> None:
     """Raises ValueError where held-out rows are given twice, or not at all; `required` begins the latter message."""
     if heldout is not None and heldout_rows:
@@ -56,17 +61,18 @@ Template = Annotated[str, AfterValidator(_check_template)]
 class SourceTable(Strict):
     """One of several sources of the rows of a run; see docs/data.md."""
 
-    path: Path
+    path: Path = NOWHERE
     """Rows to train on: a JSONL, JSON, CSV or parquet file, a directory with a dataset, or the name of one on the
-    Hugging Face hub."""
+    Hugging Face hub. Not given: none; the source is only evaluated on, by its rows of `heldout`."""
     heldout: Path | None = None
     """Rows to evaluate on. Not given: `heldout_rows` of `path`, or its split `heldout_split`, where it is a dataset."""
     heldout_rows: int = Field(default=0, ge=0)
     """Number of rows of `path` that are held out: not trained on, but evaluated on; a fixed random choice. 0: none."""
     name: str = ""
-    """Name of the source in the rows' column `source`. Empty: the path."""
+    """Name of the source in the rows' column `source`, and of its metrics. Empty: the path, or else `heldout`."""
     weight: float = Field(default=1.0, gt=0)
-    """Weight of the source: its share of the rows of every step, relative to the weights of the other sources."""
+    """Weight of the source: its share of the rows of every step, relative to the weights of the other sources. Has no
+    meaning for a source without `path`."""
     reward: str = "reward"
     """Reward of the source's rows: the name of a service, or of a table in `[rewards]`."""
     columns: dict[str, str] = {}
@@ -85,11 +91,24 @@ class SourceTable(Strict):
 
     @property
     def label(self) -> str:
-        """Name of the source, or its path where `name` is empty."""
-        return self.name or str(self.path)
+        """Name of the source; where `name` is empty, its path, or else that of its held-out rows."""
+        return self.name or str(self.path if self.is_trained_on else self.heldout)
+
+    @property
+    def is_trained_on(self) -> bool:
+        """Whether the source has rows to train on; all sources have rows to evaluate on."""
+        return self.path != NOWHERE
+
+    @field_serializer("path", when_used="json")
+    def _written(self, path: Path) -> str:
+        return _written(path)
 
     @model_validator(mode="after")
     def _check(self) -> SourceTable:
+        if not self.is_trained_on and (self.heldout is None or self.heldout_rows):
+            raise ValueError(
+                "path: required, and not given; a source without path needs heldout, and can have no heldout_rows"
+            )
         _check_heldout(self.path, self.heldout, self.heldout_rows)
         return self
 
@@ -115,7 +134,10 @@ class DataTable(Strict):
     subset: str = ""
     """For a dataset: name of its configuration (subset), such as main. Empty: the default one."""
     sources: tuple[SourceTable, ...] = ()
-    """Several weighted sources, each with its own reward, in place of the keys above."""
+    """Several weighted sources, each with its own reward and held-out rows, in place of the keys above."""
+    shuffle: bool = True
+    """Draws the rows of each pass in a random order. false: in the order of the file or dataset, pass after pass, for
+    rows that are sorted as a curriculum."""
     prompts_per_step: Positive = 128
     """Number of prompts in the batch of one step."""
     max_prompt_tokens: int = Field(default=0, ge=0)
@@ -151,10 +173,14 @@ class DataTable(Strict):
             SourceTable(path=self.train, heldout=heldout, **{key: getattr(self, key) for key in _OF_ROWS}),
         )
 
+    @property
+    def trained_sources(self) -> tuple[SourceTable, ...]:
+        """Sources with rows to train on, at least one."""
+        return tuple(source for source in self.all_sources if source.is_trained_on)
+
     @field_serializer("train", "heldout", when_used="json")
     def _written(self, path: Path) -> str:
-        """Returns a path as config.toml has it; an empty text where it is not given."""
-        return "" if path == NOWHERE else str(path)
+        return _written(path)
 
     @field_validator("chat_options")
     @classmethod
@@ -179,6 +205,8 @@ class DataTable(Strict):
                 raise ValueError(
                     f"{key}: is a key of each table [[data.sources]] where there are several sources"
                 )
+        if not self.trained_sources:
+            raise ValueError("sources: none has a path, so that there are no rows to train on")
         labels = [source.label for source in self.sources]
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:

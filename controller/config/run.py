@@ -46,6 +46,9 @@ class RunTable(Strict):
     prompt in one batch; the rows of one batch are freed before the next."""
     samples: int = Field(default=8, ge=0)
     """Number of sample responses written to samples.jsonl at each evaluation."""
+    rollouts_every: int = Field(default=0, ge=0)
+    """Number of steps between those whose rows, prompts with their responses and rewards, are written to
+    rollouts/step-N.jsonl, all of them; see docs/runs.md. 0: none; 1: those of every step."""
     verify_every: int = Field(default=0, ge=0)
     """Number of steps between verifications of the weights in the memory of all services, see docs/integrity.md. The
     run also verifies them before the first step, before each checkpoint and after the last step. 0: never."""

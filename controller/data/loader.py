@@ -55,19 +55,28 @@ Keeps = Callable[[np.ndarray], np.ndarray]
 
 class Loader:
     """Draws rows of several sources in proportion to their weights. Each source is read pass after pass, every pass
-    in an order of its own that depends on the seed and the number of the pass.
+    in an order of its own that depends on the seed and the number of the pass, or in that of the rows.
 
     Args:
         sizes: Number of rows of each source. Numbers of rows continue from source to source.
         weights: Weight of each source, above 0.
         seed: Seed of the orders.
         name: Name that enters the orders beside the seed: loaders with different names draw different orders.
+        shuffles: Whether passes are shuffled. False: each is in the order of the rows.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, name: str = "data") -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        seed: int,
+        name: str = "data",
+        *,
+        shuffles: bool = True,
+    ) -> None:
         self._weights = np.asarray(weights, np.float64)
         self._first = np.cumsum([0, *sizes])
-        self._name = name
+        self._name, self._shuffles = name, shuffles
         self._state = State(seed, tuple(sizes), tuple(Position() for _ in sizes))
 
     @property
@@ -130,7 +139,8 @@ class Loader:
         read, left_out, in_vain = position.epoch * size + position.index, position.left_out, 0
         parts, missing, chunk = [np.empty(0, np.int64)], count, count
         while missing > 0:
-            rows = first + shuffled(read + np.arange(chunk), size, self._key(source))
+            places = read + np.arange(chunk)
+            rows = first + (shuffled(places, size, self._key(source)) if self._shuffles else places % size)
             kept = np.arange(chunk) if keeps is None else np.flatnonzero(keeps(rows))
             used = kept[:missing]
             # Rows behind the last one that is used are left for the next call.

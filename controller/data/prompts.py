@@ -167,22 +167,33 @@ def load_data(
     train, heldout = [], []
     for number, source in enumerate(table.all_sources):
         prefix = f"data.sources.{number}." if table.sources else "data."
-        keys = (f"{prefix}{'path' if table.sources else 'train'}", f"{prefix}heldout")
-        rows = open_rows(source.path, keys[0], source.split, source.subset)
-        if source.heldout_rows:
-            rows, held_out = split_off(rows, source.heldout_rows, f"{prefix}heldout_rows")
-        else:
-            path, of_same = source.heldout or source.path, source.heldout is None
-            held_out = open_rows(path, keys[1], source.heldout_split, source.subset, has_splits=of_same)
+        rows, held_out = _open_source(source, prefix, f"{prefix}{'path' if table.sources else 'train'}")
         for sources, part in ((train, rows), (heldout, held_out)):
-            sources.append(_prompt_source(config, source, part, (render, end), columns))
-            sources[-1].check()
+            if part is not None:
+                sources.append(_prompt_source(config, source, part, (render, end), columns))
+                sources[-1].check()
     if options and not any(each.has_conversations for each in (*train, *heldout)):
         raise ConfigError(
             "data.chat_options: no prompt of the data is a conversation that the chat template renders; data.chat = "
             "true makes texts ones"
         )
     return PromptData(train), PromptData(heldout)
+
+
+def _open_source(source: SourceTable, prefix: str, key: str) -> tuple[RowReader | None, RowReader]:
+    """Returns readers of the rows of a source to train on, None where there are none, and to evaluate on.
+
+    Args:
+        source: The source.
+        prefix: Beginning of its config keys, for messages.
+        key: Config key of its path, for messages.
+    """
+    rows = open_rows(source.path, key, source.split, source.subset) if source.is_trained_on else None
+    if rows is not None and source.heldout_rows:
+        return split_off(rows, source.heldout_rows, f"{prefix}heldout_rows")
+    path, of_same = source.heldout or source.path, source.heldout is None
+    heldout_key = f"{prefix}heldout"
+    return rows, open_rows(path, heldout_key, source.heldout_split, source.subset, has_splits=of_same)
 
 
 def _renderer(config: Config, started_unix_s: float | None) -> Render:

@@ -220,7 +220,7 @@ class RecordingRun(Run):
     def _draw(self) -> tuple[FutureBatch, FutureBatch]:
         config = self.config
         numbers = np.arange(config.data.prompts_per_step)
-        sources = [source.label for source in config.data.all_sources]
+        sources = [source.label for source in config.data.trained_sources]
         texts = {name: [""] * len(numbers) for name in self._texts}
         of_source = [sources[number % len(sources)] for number in numbers]
         prompts = FutureBatch.of(prompt_number=numbers, source=of_source, **texts)

@@ -14,6 +14,7 @@ from client.fanout import FanOut
 from client.session import Session
 from client.waiting import counting
 from controller.config.config import Config
+from controller.config.data import SourceTable
 from controller.config.rollout import EnvironmentTable
 from controller.data.prompt_form import PromptForm
 from controller.data.prompt_source import PromptSource
@@ -258,13 +259,14 @@ def input_form(table: ServiceTable) -> Any:
 def _data(config: Config, algorithm: Algorithm) -> tuple[PromptData, PromptData]:
     """Returns rows for training, and one held-out row."""
     count = max(1024, config.data.prompts_per_step)
-    names = [source.label if config.data.sources else "" for source in config.data.all_sources]
+    table = config.data
 
-    def rows(number: int) -> PromptData:
-        reader = _Rows(algorithm.columns, number)
+    def rows(number: int, sources: Sequence[SourceTable]) -> PromptData:
+        reader, names = _Rows(algorithm.columns, number), [source.label for source in sources]
+        names = names if table.sources else [""]
         return PromptData([PromptSource(reader, PromptForm(), name, algorithm.columns) for name in names])
 
-    return rows(count), rows(1)
+    return rows(count, table.trained_sources), rows(1, table.all_sources)
 
 
 def _texts(config: Config) -> TextData | None:

@@ -19,10 +19,12 @@ from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter
 from controller.tracking.observer import Observer
 from controller.tracking.progress import Progress
 from controller.tracking.report import write_report
-from controller.tracking.run_directory import RunDirectory
+from controller.tracking.run_directory import RunDirectory, json_text, writing
 from controller.tracking.timeline import Timeline
 
 REPORT_EVERY_S = 60.0
+ROLLOUTS = "rollouts"
+"""Directory of the rows of steps, in that of the run."""
 
 
 class Recorder:
@@ -136,6 +138,15 @@ class Recorder:
         self._figures.add_samples(step, rows)
         for observer in self._observers:
             observer.samples(step, rows)
+
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes rows of a step, JSON values by name, to `rollouts/step-N.jsonl`, one per line; no file where there are
+        none. Raises RlhfError where writing fails."""
+        if rows:
+            with writing(self.path, ROLLOUTS):
+                (self.path / ROLLOUTS).mkdir(exist_ok=True)
+            lines = "".join(json_text({"step": step, **row}) + "\n" for row in rows)
+            self.directory.write_text(f"{ROLLOUTS}/step-{step}.jsonl", lines)
 
     def calls(self, step: int, records: Iterable[CallRecord], rows: int = 0) -> None:
         """Writes the calls of a step to the timeline: each call on the controller's track of its service, and its

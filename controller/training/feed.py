@@ -38,8 +38,8 @@ class Feed:
         texts: TextData | None,
         limits: tuple[Limit | None, Limit | None],
     ) -> None:
-        seed, weights = config.run.seed, [source.weight for source in config.data.all_sources]
-        self.loader = Loader(prompts.sizes, weights, seed)
+        seed, weights = config.run.seed, [source.weight for source in config.data.trained_sources]
+        self.loader = Loader(prompts.sizes, weights, seed, shuffles=config.data.shuffle)
         self.text_loader = Loader([len(texts)], [1.0], seed, "pretrain") if texts else None
         self.batches_drawn = 0
         self._config = config

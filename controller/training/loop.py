@@ -22,6 +22,7 @@ from controller.tracking.recorder import Recorder
 from controller.training.deferral import Deferral
 from controller.training.evaluation import Evaluation, Evaluator
 from controller.training.feed import Feed
+from controller.training.rollouts import rollout_rows
 from controller.training.staleness import staleness_metrics
 from controller.training.state import RunState
 from controller.training.step import Step
@@ -241,6 +242,8 @@ class StepLoop:
         self._recorder.calls(number, step.records, step.batch.rows)
         opened.metrics = self._metrics.of(step, seconds, opened.left_out)
         opened.metrics |= staleness_metrics(step.batch, step.records, self._metrics.sources)
+        if (every := self._table.rollouts_every) and number % every == 0:
+            self._recorder.rollouts(number, rollout_rows(step.batch))
         self._evaluating = opened
         every = self._table.evaluate_every
         if self._is_last(step) or (every and number % every == 0):

@@ -66,7 +66,8 @@ class Rollout:
         Args:
             prompts: Rows with column prompt.
             greedy: Whether to take the most probable token instead of sampling.
-            return_text: Whether to return the texts of responses. Default: where a reward of the run scores text.
+            return_text: Whether to return the texts of responses. Default: where a reward of the run scores text, or
+                with `run.rollouts_every`.
 
         Returns:
             Columns prompt_ids, response_ids and rollout_log_probs, and with `return_text` also response, the text; with

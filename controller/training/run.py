@@ -312,10 +312,12 @@ def _before_and_after(history: Sequence[Mapping[str, float]]) -> dict[str, float
 
 
 def _options(run: Run) -> dict[str, Any]:
-    """Returns arguments of a `Rollout`: texts are returned where a reward of the run scores text."""
+    """Returns arguments of a `Rollout`: texts are returned where `wants_text` says so."""
     return {"returns_text": wants_text(run), "player": run._player}
 
 
 def wants_text(run: Run) -> bool:
-    """Returns whether a reward of the run scores text."""
+    """Returns whether a reward of the run scores text, or the responses of steps are written to files."""
+    if run.config.run.rollouts_every:
+        return True
     return any(isinstance(each, RewardGroup) and each.wants_text for each in run.groups.values())

@@ -297,6 +297,7 @@ class Notes:
         self.metrics: dict[int, dict[str, float]] = {}
         self.records: list[tuple[int, Any]] = []
         self.samples_of: list[tuple[int, Any]] = []
+        self.rollouts_of: dict[int, Any] = {}
         self.path = Path()
 
     @property
@@ -314,6 +315,9 @@ class Notes:
 
     def samples(self, step: int, rows: Any) -> None:
         self.samples_of.append((step, rows))
+
+    def rollouts(self, step: int, rows: Any) -> None:
+        self.rollouts_of[step] = rows
 
 
 class Saver:

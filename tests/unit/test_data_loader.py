@@ -48,6 +48,18 @@ def test_a_loader_goes_on_from_a_state_as_the_one_that_had_it(
     assert first.take(count, keeps).tolist() == second.take(count, keeps).tolist()
 
 
+def test_rows_come_in_their_order_without_a_shuffle() -> None:
+    loader = Loader([4, 3], [2.0, 1.0], seed=5, shuffles=False)
+    rows = np.concatenate([loader.take(6), loader.take(12)])
+    assert rows[rows < 4].tolist() == [0, 1, 2, 3] * 3
+    assert rows[rows >= 4].tolist() == [4, 5, 6] * 2
+    going_on = Loader([4, 3], [2.0, 1.0], seed=5, shuffles=False)
+    going_on.restore(loader.state)
+    assert sorted(going_on.take(3).tolist()) == sorted(loader.take(3).tolist()) == [0, 1, 4]
+    odd = Loader([5], [1.0], seed=5, shuffles=False).take(4, lambda rows: rows % 2 == 1)
+    assert odd.tolist() == [1, 3, 1, 3]
+
+
 def test_the_state_counts_passes_rows_and_those_left_out() -> None:
     loader = Loader([4], [1.0], seed=0)
     loader.take(6)

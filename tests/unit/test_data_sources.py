@@ -18,6 +18,8 @@ from controller.config.config import Config
 from controller.data.chat import Chat
 from controller.data.prompts import load_data
 from controller.data.readers import open_rows
+from controller.training.columns import texts_of
+from controller.training.feed import Feed
 from deploy.quickstart.build import BOS, make_tokenizer
 from rlhf.errors import ConfigError
 from rlhf.v1 import reward_pb2
@@ -61,7 +63,7 @@ CONVERSATIONS = [
 
 def config(**data: Any) -> Config:
     services = {"reward": {"role": "reward", "address": "127.0.0.1:7104", "function": "length"}}
-    return Config.model_validate({"data": data, "services": services})
+    return Config.model_validate({"data": data, "services": services, "algorithm": {"mini_batch_size": 1}})
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -436,8 +438,55 @@ def test_a_template_that_refuses_is_named_with_the_row(
         ({"train": "o/c", "chat_options": {"messages": []}}, "messages is no variable of a template"),
         ({"train": "o/c", "chat_options": {"tokenize": True}}, "tokenize is no variable of a template"),
         ({"sources": [{"path": "o/c"}, {"path": "o/c"}]}, "'o/c' is there twice"),
+        ({"sources": [{"path": "o/c"}, {"heldout": "o/d"}, {"heldout": "o/d"}]}, "'o/d' is there twice"),
+        ({"sources": [{"path": "o/c"}, {"name": "d"}]}, "a source without path needs heldout"),
+        (
+            {"sources": [{"path": "o/c"}, {"heldout": "d.jsonl", "heldout_rows": 1}]},
+            "a source without path needs heldout, and can have no heldout_rows",
+        ),
+        (
+            {"sources": [{"heldout": "d.jsonl"}]},
+            "sources: none has a path, so that there are no rows to train on",
+        ),
     ],
 )
 def test_what_says_nothing_clear_about_the_rows_is_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**data)
+
+
+def rows_of(tmp_path: Path, name: str, count: int) -> Path:
+    return write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{i}"} for i in range(count)])
+
+
+def test_a_source_without_a_path_is_only_evaluated_on(tmp_path: Path) -> None:
+    sources = [
+        {"name": "contest", "heldout": rows_of(tmp_path, "c", 2), "weight": 9.0},
+        {"name": "easy", "path": rows_of(tmp_path, "e", 3), "heldout": rows_of(tmp_path, "h", 1)},
+        {"heldout": rows_of(tmp_path, "d", 1), "reward": "mixed"},
+        {"name": "hard", "path": rows_of(tmp_path, "f", 5), "heldout_rows": 2, "weight": 2.0},
+    ]
+    made = config(sources=sources, prompts_per_step=6)
+    again = Config.model_validate(made.model_dump(mode="json"))
+    assert again.data == made.data
+    train, heldout = load_data(again)
+    assert train.sizes == (3, 3)
+    assert heldout.sizes == (2, 1, 1, 2)
+    texts = [heldout[row].text for row in range(4)]
+    assert texts == ["c0", "c1", "h0", "d0"]
+    assert [heldout[row].source for row in range(4)] == [
+        "contest",
+        "contest",
+        "easy",
+        str(tmp_path / "d.jsonl"),
+    ]
+    drawn, _ = Feed(again, train, None, (None, None)).next_prompts()
+    assert sorted(texts_of(drawn, "source")) == ["easy"] * 2 + ["hard"] * 4
+
+
+def test_an_unshuffled_run_draws_the_rows_in_their_order(tmp_path: Path) -> None:
+    path = rows_of(tmp_path, "r", 5)
+    made = config(train=path, heldout=path, prompts_per_step=4, shuffle=False)
+    feed = Feed(made, load_data(made)[0], None, (None, None))
+    drawn = [texts_of(feed.next_prompts()[0], "prompt") for _ in range(2)]
+    assert drawn == [["r0", "r1", "r2", "r3"], ["r4", "r0", "r1", "r2"]]

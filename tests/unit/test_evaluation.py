@@ -318,3 +318,20 @@ def test_a_model_whose_perplexity_exceeds_the_largest_float_is_evaluated() -> No
     assert found == {"loss": 800.0, "perplexity": math.inf}
     found = mean_loss({"loss": np.array([1200.0, 200.0]), "tokens": np.array([1, 1])})
     assert found == {"loss": 700.0, "perplexity": math.exp(700.0)}
+
+
+def test_a_source_that_is_only_evaluated_on_has_metrics_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "contest.jsonl").write_text('{"prompt": "contest", "ground_truth": "x"}\n')
+    alone = simulate(tmp_path, "grpo", "run.steps=2")
+    sources = (
+        f"data.sources=[{{name='contest',heldout='{tmp_path}/contest.jsonl'}},"
+        f"{{name='sums',path='{tmp_path}/train.jsonl',heldout='{tmp_path}/heldout.jsonl'}}]"
+    )
+    run = simulate(tmp_path, "grpo", "run.steps=2", "data.train=''", "data.heldout=''", sources)
+    found = {name for name in run.notes.metrics[2] if name.startswith("evaluation/reward_")}
+    assert found == {"evaluation/reward_contest", "evaluation/reward_sums"}
+    generated = [
+        [entry.rows for entry in each.log if entry.method == "generate_sequences" and entry.step == 1]
+        for each in (alone, run)
+    ]
+    assert generated[0] == generated[1]

@@ -141,6 +141,30 @@ def test_a_run_steps_evaluates_exports_and_frees_its_rows(tmp_path: Path) -> Non
     ]
 
 
+def test_steps_write_the_rows_that_they_trained_on_and_train_as_without(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    writing = config.model_copy(update={"run": config.run.model_copy(update={"rollouts_every": 2})})
+    plain, done = (
+        asyncio.run(on_services(each, lambda c=each: run(c, "dr_grpo"))) for each in (config, writing)
+    )
+    assert not (plain.directory / "rollouts").exists()
+    files = sorted(path.name for path in (done.directory / "rollouts").iterdir())
+    assert files == [f"step-{step}.jsonl" for step in range(2, STEPS + 1, 2)]
+    for path in (done.directory / "rollouts").iterdir():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(rows) == PROMPTS * SAMPLES
+        assert [row["response"] for row in rows] == ["x" * row["tokens"] for row in rows]
+        assert [row["reward"] for row in rows] == [float(row["response"] == "xxx") for row in rows]
+        assert {row["ground_truth"] for row in rows} == {"xxx"}
+        prompts = {(row["prompt_number"], row["prompt"]) for row in rows}
+        assert len(prompts) == len({number for number, _ in prompts}) == PROMPTS
+        assert f"step-{rows[0]['step']}.jsonl" == path.name
+        assert {number // PROMPTS for number, _ in prompts} == {rows[0]["step"] - 1}
+    for line, other in zip(plain.metrics, done.metrics, strict=True):
+        assert line["step"] == other["step"]
+        assert line.get("reward/mean") == other.get("reward/mean")
+
+
 @pytest.mark.parametrize(
     ("actor", "stop", "warns"),
     [(EndlessActor, (), True), (EndlessActor, ("!",), False), (ToyActor, (), False)],

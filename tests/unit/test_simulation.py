@@ -351,3 +351,9 @@ def test_a_thousand_ranks_for_twenty_steps() -> None:
     assert found.cpu_s < 120
     assert found.requests > 20 * 6 * 1024
     assert found.repeats
+
+
+def test_sources_that_are_only_evaluated_on_change_no_time_of_a_step() -> None:
+    sources = "data.sources=[{name='contest',heldout='c.jsonl'},{name='sums',path='s.jsonl',heldout_rows=1}]"
+    trace = trace_of("ppo", "data.train=''", "data.heldout=''", sources)
+    assert [metrics["time/step_s"] for metrics in trace.metrics] == pytest.approx([4 + 3 + 7] * 3)
