@@ -188,4 +188,4 @@ def test_services_that_do_not_load_their_models_after_a_failed_probe_are_named_b
 def test_a_probe_is_reported_to_no_tracker() -> None:
     quickstart = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
     config = load(quickstart, ("tracking.trackers=['wandb']", "tracking.prometheus_port=9090"))
-    assert probe._probe_config(config, repeats=2).tracking == TrackingTable()
+    assert probe._probe_config(config).tracking == TrackingTable()
