@@ -8,11 +8,12 @@ SOURCES := pyproject.toml setup.py $(wildcard protos/rlhf/v1/*.proto)
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
-# A worker runs whole files, the longest first.
+# A worker runs whole files, in the order of the command line: longer ones first, as a long one that is last leaves the
+# other workers idle.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 PART := units services
 UNITS := tests/test_architecture.py tests/unit tests/contract
-SERVICES := tests/integration tests/chaos
+SERVICES := tests/chaos tests/integration
 units := $(PYTEST) -n 2 -m "not full and not slow and not gpu" $(UNITS)
 services := $(PYTEST) -n 2 $(BY_FILE) -m "not full and not slow and not gpu" $(SERVICES)
 # Three at a time keep two cores busy: they wait, for deadlines and for each other. The tests of vLLM in services belong

@@ -136,7 +136,7 @@ def main(rounds: int, steps: int, table: Path | None, json_path: Path | None) ->
         path, config = started(Path(name), steps)
         with LaunchedServices(config, path, Path(name) / "logs"):
             for _ in range(rounds):
-                probes.append(probe_services(chosen(config, "actor", 512), ALGORITHM, group, repeats=3))
+                probes.append(probe_services(chosen(config, "actor", 512), ALGORITHM, group))
                 for case, choice in CASES.items():
                     seconds[case] += measured(chosen(config, *choice))
         probed = pooled(probes)

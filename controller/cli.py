@@ -26,7 +26,7 @@ from controller.tracking.report import write_report
 from controller.training.algorithm import Algorithm
 from controller.training.environment import environment_factory
 from reports.units import figure_text, percent_text
-from rlhf.addresses import is_loopback
+from rlhf.addresses import address_host, is_loopback
 from rlhf.errors import ConfigError
 from rlhf.stacks import dump_on_signal
 from settings.commands import Commands, errors_shown, set_option
@@ -282,7 +282,7 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
         starts = launch and not table.external
         if name in missing and starts:
             raise ConfigError(missing[name])
-        if name in missing and is_loopback(table.address.rpartition(":")[0]):
+        if name in missing and is_loopback(address_host(table.address)):
             click.echo(f"warning: {missing[name]}", err=True)
         start = "would be started" if starts else "must already be running"
         where = f", {ranks_line(config.device_order(name), table.ranks)}" if config.is_placed(name) else ""

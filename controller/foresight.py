@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.config.config import Config
+from rlhf.addresses import address_host
 from rlhf.errors import ConfigError
 from rlhf.roles import find_role
 from settings.fit import check_model_fits
@@ -189,5 +190,5 @@ def check_listening(config: Config) -> None:
     security = config.security.load()
     for name, table in config.services.items():
         if not table.external:
-            host = table.bind_address.rpartition(":")[0]
+            host = address_host(table.bind_address)
             security.check_listening(host, f"services.{name}.{table.bind_key}")

@@ -9,9 +9,18 @@ from dataclasses import dataclass
 
 from controller.config.config import Config
 from controller.config.devices import host_of
-from controller.config.hosts import address_host, rank_hosts
+from controller.config.hosts import rank_hosts
 from deploy.ending import never, probe_when_free
-from rlhf.addresses import check_address, is_loopback, is_wildcard, listening, names_loopback, overlap, probe
+from rlhf.addresses import (
+    address_host,
+    check_address,
+    is_loopback,
+    is_wildcard,
+    listening,
+    names_loopback,
+    overlap,
+    probe,
+)
 from rlhf.errors import ConfigError
 from settings.service import ServiceTable
 

@@ -89,7 +89,9 @@ def check(
     check_ports(first_here)
     security = config.security.load()
     for name, table in tables.items():
-        security.check_listening(table.bind_address.rpartition(":")[0], f"services.{name}.{table.bind_key}")
+        security.check_listening(
+            addresses.address_host(table.bind_address), f"services.{name}.{table.bind_key}"
+        )
 
 
 def check_torch(name: str, table: Service) -> None:

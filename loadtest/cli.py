@@ -61,6 +61,7 @@ DEFAULT_RATE = 10.0
 @click.option("--closed", is_flag=True, help="The levels of --ramp are numbers of closed-loop callers.")
 @click.option(
     "--duration",
+    "duration_s",
     default=10.0,
     show_default=True,
     type=click.FloatRange(0.1),
@@ -69,6 +70,7 @@ DEFAULT_RATE = 10.0
 )
 @click.option(
     "--warmup",
+    "warmup_s",
     default=1.0,
     show_default=True,
     type=click.FloatRange(0),
@@ -77,6 +79,7 @@ DEFAULT_RATE = 10.0
 )
 @click.option(
     "--drain",
+    "drain_s",
     default=5.0,
     show_default=True,
     type=click.FloatRange(0),
@@ -85,6 +88,7 @@ DEFAULT_RATE = 10.0
 )
 @click.option(
     "--timeout",
+    "timeout_s",
     default=60.0,
     show_default=True,
     type=click.FloatRange(0.001),
@@ -104,6 +108,7 @@ DEFAULT_RATE = 10.0
 )
 @click.option(
     "--prompt-length",
+    "prompt",
     default="8",
     show_default=True,
     metavar="N[-M]",
@@ -111,6 +116,7 @@ DEFAULT_RATE = 10.0
 )
 @click.option(
     "--response-length",
+    "response",
     default="8",
     show_default=True,
     metavar="N[-M]",
@@ -195,6 +201,8 @@ def _settings(
     concurrency: int | None,
     ramp_text: str | None,
     closed: bool,
+    prompt: str,
+    response: str,
     objectives: str,
     **rest: Any,
 ) -> Settings:
@@ -217,18 +225,10 @@ def _settings(
         method=method,
         arrivals="closed" if concurrency or closed else arrivals,
         levels=tuple(levels),
-        duration_s=rest["duration"],
-        warmup_s=rest["warmup"],
-        drain_s=rest["drain"],
-        timeout_s=rest["timeout"],
-        connections=rest["connections"],
-        rows=rest["rows"],
-        prompt=Lengths.parse(rest["prompt_length"]),
-        response=Lengths.parse(rest["response_length"]),
-        vocabulary=rest["vocabulary"],
-        seed=rest["seed"],
-        data=rest["data"],
+        prompt=Lengths.parse(prompt),
+        response=Lengths.parse(response),
         objectives=objectives,
+        **rest,
     )
 
 

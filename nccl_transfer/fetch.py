@@ -27,6 +27,9 @@ from nccl_transfer.verification import ChecksumVerifier
 
 NO_RELAYS = RelayRequest("", Lease("", 0))
 
+MAX_SOURCES = 16
+"""Maximum number of ranks that a fetch reads from in parallel."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Fetch:
@@ -45,25 +48,17 @@ class Fetcher:
         readers: Readers of transports in order of preference; each rank is read by the first that reaches it and could
             be set up with it (`ReaderChoice`). `close` closes them.
         store: This rank's own store, whose shards are read in place. Default: none; the process is a client only.
-        max_sources: Maximum number of ranks that a fetch reads from in parallel.
 
     Attributes:
         verifier: Verifies checksums. `fetch` has it verify all bytes; after `read` that is up to the caller.
     """
 
-    def __init__(
-        self,
-        host_id: str,
-        readers: Sequence[Reader],
-        store: TensorStore | None = None,
-        max_sources: int = 16,
-    ) -> None:
+    def __init__(self, host_id: str, readers: Sequence[Reader], store: TensorStore | None = None) -> None:
         self._host_id = host_id
         self._choice = ReaderChoice(host_id, readers)
         self._store = store
         self._board = RelayBoard(store) if store is not None else None
         self._taker = RelayTaker(memory_reader())
-        self._max_sources = max_sources
         self._threads = Threads("fetch")
         self._traffic: dict[str, Traffic] = {}
         self.verifier = ChecksumVerifier(store)
@@ -198,7 +193,7 @@ class Fetcher:
         ]
         jobs += [partial(self._take, takes[source], wanted[source], fetch) for source in second]
         jobs += [partial(self._place, source, stays[source], fetch) for source in stays]
-        done = self._threads.run_all(jobs, self._max_sources)
+        done = self._threads.run_all(jobs, MAX_SOURCES)
         readings, placed = done[: len(wanted)], done[len(wanted) :]
         read = {
             source: ReadRanges(wanted[source], reading.writable() if writable else reading)

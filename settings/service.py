@@ -78,7 +78,7 @@ class ServiceTable(Strict):
     @field_validator("address")
     @classmethod
     def _check_address(cls, address: str) -> str:
-        if addresses.is_wildcard(address.rpartition(":")[0]):
+        if addresses.is_wildcard(addresses.address_host(address)):
             raise ValueError(
                 f"{address!r}: the address is also where other ranks connect to; name one of this host, and listen on "
                 "all with bind_host"

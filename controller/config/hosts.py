@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from controller.config.config import Config
 from controller.config.devices import host_of
-from rlhf.addresses import names_loopback
+from rlhf.addresses import address_host, names_loopback
 from rlhf.errors import ConfigError
 
 
@@ -38,11 +38,6 @@ def rank_hosts(config: Config) -> dict[str, tuple[str, ...]]:
         name: placed.get(name) or (_unplaced_host(table.address, by_address),) * table.ranks
         for name, table in services.items()
     }
-
-
-def address_host(address: str) -> str:
-    """Returns the host of an address, host:port."""
-    return address.rpartition(":")[0]
 
 
 def _unplaced_host(address: str, by_address: Mapping[str, tuple[str, str]]) -> str:

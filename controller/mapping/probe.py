@@ -34,7 +34,7 @@ from reports.units import seconds_text
 from rlhf.errors import ConfigError, RlhfError
 
 REPEATS = 5
-"""Default number of times that each call is timed, after once that does not count. The least counts: other work on
+"""Number of times that each call is timed, after once that does not count. The least counts: other work on
 the machine only adds to it."""
 
 
@@ -66,12 +66,7 @@ class Probed:
 
 
 def probe_services(
-    config: Config,
-    algorithm: Algorithm,
-    group: DeviceGroup,
-    *,
-    launch: bool = False,
-    repeats: int = REPEATS,
+    config: Config, algorithm: Algorithm, group: DeviceGroup, *, launch: bool = False
 ) -> Probed:
     """Times the calls of running services in a session of its own, and calibrates the constants of their devices.
 
@@ -80,7 +75,6 @@ def probe_services(
         algorithm: Algorithm whose services they are.
         group: Their devices.
         launch: Whether to start the services, and stop them at the end.
-        repeats: Times that each call is timed.
 
     Raises:
         ConfigError: The config cannot be used, or the costs of one of its models are not known.
@@ -89,7 +83,7 @@ def probe_services(
     """
     flow = record_dataflow(algorithm, algorithm.configure(config))
     models = models_of(algorithm.configure(config), flow)
-    with open_run(_probe_config(config, repeats), algorithm, launch=launch) as run:
+    with open_run(_probe_config(config), algorithm, launch=launch) as run:
         calls = _probe(run, models, flow)
         described = [each.description for each in run.groups.values()]
     if not calls:
@@ -122,12 +116,12 @@ def probe_lines(probed: Probed) -> Iterator[str]:
         yield f"{name}: {before:.4g} before, {after:.4g} fitted"
 
 
-def _probe_config(config: Config, repeats: int) -> Config:
+def _probe_config(config: Config) -> Config:
     """Returns the config of a run that times calls: as many steps as calls are repeated, one after another, without
     evaluations, samples, checkpoints and trackers."""
     run = {
         "name": "probe",
-        "steps": 1 + repeats,
+        "steps": 1 + REPEATS,
         "epochs": None,
         "ahead": 0,
         "evaluate_every": 0,

@@ -23,6 +23,8 @@ from controller.tracking.run_directory import RunDirectory, json_text, writing
 from controller.tracking.timeline import Timeline
 
 REPORT_EVERY_S = 60.0
+"""Time, in seconds, between two reports while the run is under way."""
+
 ROLLOUTS = "rollouts"
 """Directory of the rows of steps, in that of the run."""
 
@@ -35,7 +37,6 @@ class Recorder:
         directory: Run directory.
         progress: Terminal display, which is entered and exited with the recorder.
         identity: Identity of the run as JSON values; see `controller.identity`. Default: empty.
-        report_every_s: Time, in seconds, between two reports while the run is under way.
         observers: Get each record after it was written. Default: none.
     """
 
@@ -44,14 +45,12 @@ class Recorder:
         directory: RunDirectory,
         progress: Progress,
         identity: Mapping[str, Any] | None = None,
-        report_every_s: float = REPORT_EVERY_S,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.directory = directory
         self.progress = progress
         self.started_s = time.time()
         self._identity = dict(identity or {})
-        self._report_every_s = report_every_s
         self._observers = observers
         self._reported_s = time.monotonic()
         self._figures = Figures.read(directory.path)
@@ -121,13 +120,13 @@ class Recorder:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the metrics of a finished step to the files and the display; step 0 is the evaluation before training.
-        Writes a report if the last one is `report_every_s` old. Raises RlhfError where writing fails."""
+        Writes a report if the last one is `REPORT_EVERY_S` old. Raises RlhfError where writing fails."""
         self._metrics.log(step, metrics)
         self._figures.add(step, metrics)
         self.progress.step(step, metrics)
         for observer in self._observers:
             observer.step(step, metrics)
-        if time.monotonic() - self._reported_s >= self._report_every_s:
+        if time.monotonic() - self._reported_s >= REPORT_EVERY_S:
             write_report(self.path, self._figures, is_running=True)
             self._reported_s = time.monotonic()
 

@@ -41,21 +41,19 @@ class Span:
 class Timeline:
     """Writes events to `timeline.json` of a run, from any thread.
 
-    At `max_bytes` the file is renamed to `timeline-earlier.json`, replacing an earlier one, and a new one is begun. So
+    At `MAX_BYTES` the file is renamed to `timeline-earlier.json`, replacing an earlier one, and a new one is begun. So
     the two files have the last events of a run, and memory holds none. A `timeline.json` that is there, without the
     end of the array, is continued.
 
     Args:
         run_dir: The run directory.
         started_unix_s: Unix time, in seconds, that is time 0 of the trace; a timeline that is continued keeps its own.
-        max_bytes: Size in bytes at which the next file is begun.
     """
 
-    def __init__(self, run_dir: Path, started_unix_s: float, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, run_dir: Path, started_unix_s: float) -> None:
         """Raises RlhfError where the file cannot be created, or the one that is there is no timeline."""
         self._run_dir = run_dir
         self._started_us = round(started_unix_s * 1e6)
-        self._max_bytes = max_bytes
         self._added: list[Span] = []
         self._lock = threading.Lock()
         if (run_dir / TIMELINE_FILE).exists():
@@ -95,7 +93,7 @@ class Timeline:
         """
         with self._lock:
             added, self._added = self._added, []
-            if self._num_bytes > self._max_bytes:
+            if self._num_bytes > MAX_BYTES:
                 self._end()
                 os.replace(self._run_dir / TIMELINE_FILE, self._run_dir / EARLIER_FILE)
                 self._begin()

@@ -263,11 +263,20 @@ def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], jagged: _L
         raise InvalidRequest(f"column {message.name!r}: text by reference is a jagged column of bytes")
     if content == "inline":
         return _decode_inline(message, dtype, row_shape, lengths, elements)
+    runs = _decode_runs(message, rows, len(shards))
+    if len(runs) == 1:
+        shard, _, first = runs[0]
+        return RemoteColumn.of_run(dtype, row_shape, lengths, shards[shard], rows, first, elements)
+    return RemoteColumn.of_runs(dtype, row_shape, lengths, shards, runs)
+
+
+def _decode_runs(message: pb.Column, rows: int, num_shards: int) -> list[tuple[int, int, int]]:
+    """Returns the shard, the rows and the first element of each run of rows that is not empty."""
     runs, first_row = [], 0
     for run in message.runs.runs:
         stop = first_row + run.rows
-        if run.shard >= len(shards) or stop > rows:
-            raise InvalidRequest(f"column {message.name!r}: a run names shard {run.shard} of {len(shards)}, "
+        if run.shard >= num_shards or stop > rows:
+            raise InvalidRequest(f"column {message.name!r}: a run names shard {run.shard} of {num_shards}, "
                                  f"or row {stop} of {rows}")  # fmt: skip
         if run.first_element > _MAX_SIZE:
             raise InvalidRequest(
@@ -278,10 +287,7 @@ def _decode(message: pb.Column, rows: int, shards: tuple[Shard, ...], jagged: _L
         first_row = stop
     if first_row != rows:
         raise InvalidRequest(f"column {message.name!r}: runs cover {first_row} of {rows} rows")
-    if len(runs) == 1:
-        shard, _, first = runs[0]
-        return RemoteColumn.of_run(dtype, row_shape, lengths, shards[shard], rows, first, elements)
-    return RemoteColumn.of_runs(dtype, row_shape, lengths, shards, runs)
+    return runs
 
 
 def _decode_inline(

@@ -31,6 +31,7 @@ from nccl_transfer.transports.tcp_wire import (
     REQUEST,
     disconnect,
 )
+from rlhf.addresses import address_host
 from rlhf.errors import DeadlineExceeded, Refused, ServiceLost, TransferError, from_status
 from rlhf.security import current
 from rlhf.v1 import transfer_pb2 as pb
@@ -170,7 +171,7 @@ def _advert_of(source: Endpoint) -> tuple[int, bytes]:
 
 def _connect(source: Endpoint, port: int, deadline: float) -> socket.socket:
     """Connects to a source, without a TLS handshake yet."""
-    host = source.address.rpartition(":")[0].strip("[]")
+    host = address_host(source.address).strip("[]")
     certificates = current().certificates
     with _reaching(source, deadline):
         timeout_s = min(remaining_s(deadline, source), CONNECT_S)

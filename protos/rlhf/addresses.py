@@ -51,6 +51,11 @@ def check_host(host: str) -> None:
         raise ValueError(f"{host!r} is no host: gRPC takes it for the kind of an address")
 
 
+def address_host(address: str) -> str:
+    """Returns the host of an address, host:port; an IPv6 address in brackets."""
+    return address.rpartition(":")[0]
+
+
 def spelled_out(address: str) -> frozenset[tuple[str, int]]:
     """Returns the hosts and port of an address, host:port, in one spelling: localhost as the two addresses that it
     usually has, IP addresses in their shortest form, names in lower case. Looks no name up."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.actor.ratios import sequence_log_ratio, token_sums
-from services.roles.losses import MAX_LOG_RATIO
+from services.roles.losses import MAX_LOG_RATIO, sequence_log_ratio, token_sums
 from settings.losses import ClipOptions, PpoOptions
 
 

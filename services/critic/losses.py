@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.roles.losses import masked_sum
+from services.roles.losses import token_sums
 from settings.losses import ValueClipOptions
 
 
@@ -42,5 +42,4 @@ def clipped_squared_error(
         clipped_error = (clipped_values - returns_BT).square()
         loss_BT, is_clipped = torch.maximum(squared_error, clipped_error), clipped_error > squared_error
     per_token = {"value": values_BT, "squared_error": squared_error, "clip": is_clipped}
-    stats = {name: masked_sum(x.detach().to(loss_BT.dtype), mask_BT) for name, x in per_token.items()}
-    return loss_BT / 2, stats
+    return loss_BT / 2, token_sums(per_token, mask_BT, loss_BT.dtype)

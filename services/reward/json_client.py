@@ -73,19 +73,12 @@ class JsonClient:
         urls: Addresses of equivalent endpoints, to which requests go in turn.
         table: Settings of the requests.
         headers: Headers of every request. Their values appear in no message.
-        max_bytes: Maximum size of an answer in bytes, unpacked.
 
     Raises:
         ConfigError: httpx is not installed, or cannot read an address or a certificate.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        table: EndpointTable,
-        headers: Mapping[str, str],
-        max_bytes: int = MAX_ANSWER_BYTES,
-    ) -> None:
+    def __init__(self, urls: Sequence[str], table: EndpointTable, headers: Mapping[str, str]) -> None:
         if importlib.util.find_spec("httpx") is None:
             raise ConfigError("kind: judge and http need httpx; pip install 'rlhf-cluster[http]'")
         # Imported here: only rewards that ask an endpoint need it.
@@ -93,7 +86,7 @@ class JsonClient:
 
         for name in ("httpx", "httpcore"):  # which log requests and headers
             logging.getLogger(name).setLevel(logging.WARNING)
-        self._urls, self._table, self._max_bytes = list(urls), table, max_bytes
+        self._urls, self._table = list(urls), table
         values = {part for value in headers.values() for part in (value, value.split()[-1])}
         forms = {form for value in values if len(value) >= MIN_SECRET for form in _forms(value)}
         self._secrets = sorted(forms, key=len, reverse=True)
@@ -223,8 +216,8 @@ class JsonClient:
         content = bytearray()
         async for chunk in reply.aiter_bytes():
             content += chunk
-            if len(content) > self._max_bytes:
-                raise RewardFailed(f"{shown}: the answer has more than {self._max_bytes} bytes")
+            if len(content) > MAX_ANSWER_BYTES:
+                raise RewardFailed(f"{shown}: the answer has more than {MAX_ANSWER_BYTES} bytes")
         return bytes(content)
 
     def _decoded(self, url: str, content: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""Building blocks of the losses: masked sums, aggregation over a mini-batch, KL penalties.
+"""Building blocks of the losses: masked sums, log-ratios of sequences, aggregation over a mini-batch, KL penalties.
 
 A micro-batch is right-padded: `x_BT` holds B responses of at most T tokens; `mask_BT`, bool or float, is 1 on
 response tokens; a row may have none. Padding may hold any finite number and affects no result.
@@ -28,6 +28,21 @@ def masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 def masked_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Returns the sum of `x_BT` over the tokens where the mask is 1, a scalar tensor."""
     return masked(x_BT, mask_BT).sum()
+
+
+def token_sums(per_token: dict[str, Tensor], mask_BT: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns the sum of each statistic over the response tokens: scalar tensors of type `dtype`, without
+    gradient."""
+    return {name: masked_sum(x.detach().to(dtype), mask_BT) for name, x in per_token.items()}
+
+
+def sequence_log_ratio(log_ratio_BT: Tensor, mask_BT: Tensor, *, mean: bool) -> Tensor:
+    """Returns the log-ratio of each sequence, [B, 1]: the mean over its response tokens, or the sum if not `mean`. This
+    mean or sum is clamped to +-20; it is 0 for an empty sequence."""
+    total_B1 = masked(log_ratio_BT, mask_BT).sum(dim=1, keepdim=True)
+    if mean:
+        total_B1 = total_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.clamp(total_B1, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def aggregate(

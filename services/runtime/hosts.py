@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from nccl_transfer.refs.shards import Endpoint
-from rlhf.addresses import names_loopback
+from rlhf.addresses import address_host, names_loopback
 from rlhf.errors import ConfigError
 from rlhf.rendezvous import is_on_one_host
 from settings.service import ServiceTable
@@ -55,7 +55,7 @@ def host_addresses(table: ServiceTable) -> HostAddresses:
     Raises:
         ConfigError: This host has no route to the first.
     """
-    first = table.address.rpartition(":")[0]
+    first = address_host(table.address)
     own = first if os.environ.get("GROUP_RANK", "0") == "0" else source_host(first)
     return HostAddresses(table.bind_host or own, table.advertise_host or own)
 
@@ -115,7 +115,7 @@ def check_reachable(endpoints: Sequence[Endpoint], listen: str) -> None:
     if len(hosts) == 1:
         return
     for endpoint in endpoints:
-        if names_loopback(endpoint.address.rpartition(":")[0]):
+        if names_loopback(address_host(endpoint.address)):
             raise ConfigError(
                 f"services.{endpoint.service}.address: ranks are on {len(hosts)} hosts, and rank {endpoint.rank} is at "
                 f"{endpoint.address}, where only its own host reaches it"

@@ -289,7 +289,7 @@ def _model_mesh(table: ServiceTable) -> Mesh | None:
     return Mesh(*training) if is_divided else None
 
 
-def leave_in_time(within_s: float = LEAVE_WITHIN_S) -> None:
-    """Starts a timer and returns immediately: if this process still runs after `within_s` seconds, the stacks of its
+def leave_in_time() -> None:
+    """Starts a timer and returns immediately: if this process still runs after `LEAVE_WITHIN_S`, the stacks of its
     threads are printed and the process exits with status 1."""
-    faulthandler.dump_traceback_later(within_s, exit=True)
+    faulthandler.dump_traceback_later(LEAVE_WITHIN_S, exit=True)

@@ -168,7 +168,7 @@ def test_weights_that_another_session_keeps_are_not_loaded_anew_below_it(cluster
         assert next_one.origins["reference"].endswith(", fresh")
 
 
-def test_a_run_that_has_ended_leaves_its_services_free_at_once(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_run_that_has_ended_leaves_its_services_free_at_once(cluster: Cluster) -> None:
     config = cluster.select(critic="critic")
     with connected(config, Session()):
         pass

@@ -277,9 +277,7 @@ def test_ranks_are_started_with_the_gpus_of_their_pool(
     assert ", GPUs 5, 4, log" in said[0]
 
 
-def test_check_and_dry_run_print_the_device_of_each_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_and_dry_run_print_the_device_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = free_ports(2)
     settings = [
         part

@@ -258,7 +258,7 @@ def test_rows_that_were_prepared_already_begin_anew(actor: Actor) -> None:
     assert actor.update(prepared=True) == alone
 
 
-def test_an_update_that_fails_leaves_no_gradient(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_fails_leaves_no_gradient(actor: Actor) -> None:
     actor.restore()
     alone, learned = actor.update(), actor.engine.snapshot()
     actor.restore()

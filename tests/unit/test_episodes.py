@@ -127,7 +127,7 @@ def play(
         return player.play(FutureBatch.of(**rows), policy)
 
 
-def test_episodes_go_on_until_their_environment_ends_them(tmp_path: Path) -> None:
+def test_episodes_go_on_until_their_environment_ends_them() -> None:
     policy = Policy(a=["stop"], b=["no", "stop"], c=["no", "nope", "never"])
     batch = play(policy)
     assert policy.asked == [["a", "b", "c"], ["b", "c"], ["c"]]

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from nccl_transfer import fetch
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.refs.batch import Batch
 from nccl_transfer.refs.ranges import ByteRange
@@ -56,9 +57,10 @@ def held_by(sources: Sequence[Endpoint]) -> Batch:
     return Batch(4, columns)
 
 
-def test_once_a_read_has_failed_no_other_of_the_same_fetch_begins():
+def test_once_a_read_has_failed_no_other_of_the_same_fetch_begins(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fetch, "MAX_SOURCES", 1)
     transport = OneIsLost()
-    with contextlib.closing(Fetcher("host", [transport], max_sources=1)) as fetcher:
+    with contextlib.closing(Fetcher("host", [transport])) as fetcher:
         with pytest.raises(ServiceLost):
             fetcher.fetch(held_by(SOURCES[:4]), time.monotonic() + 10)
         transport.may_answer.set()
@@ -78,10 +80,11 @@ class Hangs(OneIsLost):
         return Reading([memoryview(bytes(r.nbytes)) for r in ranges])
 
 
-def test_fetches_from_ranks_that_hang_delay_no_other_fetch():
+def test_fetches_from_ranks_that_hang_delay_no_other_fetch(monkeypatch: pytest.MonkeyPatch):
     """As a service has them that several runs share, or whose calls were cancelled."""
+    monkeypatch.setattr(fetch, "MAX_SOURCES", 2)
     transport = Hangs()
-    with contextlib.closing(Fetcher("host", [transport], max_sources=2)) as fetcher:
+    with contextlib.closing(Fetcher("host", [transport])) as fetcher:
         hung = [
             threading.Thread(target=fetcher.fetch, args=(held_by(SOURCES[:3]), time.monotonic() + 60))
             for _ in range(20)

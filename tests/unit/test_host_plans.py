@@ -523,7 +523,7 @@ def test_a_pause_of_the_supervisor_does_not_count_as_time_without_an_answer(
         server.stop(None).wait()
 
 
-def test_the_dry_run_refuses_addresses_beyond_loopback_as_the_start_does(tmp_path: Path) -> None:
+def test_the_dry_run_refuses_addresses_beyond_loopback_as_the_start_does() -> None:
     def dry_run(*settings: str) -> Any:
         flags = [part for setting in settings for part in ("--set", setting)]
         return CliRunner().invoke(rlhf_controller, ["--algo", "ppo", "--dry-run", *flags])
@@ -539,7 +539,7 @@ def test_the_dry_run_refuses_addresses_beyond_loopback_as_the_start_does(tmp_pat
     assert dry_run(beyond, "services.actor.external=true").exit_code == 0
 
 
-def test_check_of_a_host_without_gpus_says_how_to_check_one_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_of_a_host_without_gpus_says_how_to_check_one_with() -> None:
     class Service:
         ranks, on_cpu = 8, 10**12
 

@@ -25,6 +25,7 @@ from unit.http_endpoint import Endpoint, Reply, serving
 from deploy.certificates import write_certificates
 from rlhf.errors import CallCancelled, ConfigError, DeadlineExceeded, RewardFailed
 from rlhf.v1 import common_pb2, reward_pb2
+from services.reward import json_client
 from services.reward.json_client import JsonClient, retry_after_s, shown_url
 from services.reward.remote import RemoteScorer, read_answer
 from services.reward.worker import make_scorer
@@ -368,11 +369,14 @@ def test_nobody_listening_is_an_error_of_every_row() -> None:
     assert all("after 2 tries" in each.error for each in found)
 
 
-def test_an_answer_beyond_the_limit_is_an_error_and_is_not_read_to_its_end(endpoint: Endpoint) -> None:
+def test_an_answer_beyond_the_limit_is_an_error_and_is_not_read_to_its_end(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_client, "MAX_ANSWER_BYTES", 1 << 16)
     endpoint.answer = lambda number, body: (200, {}, {"scores": [1], "padding": "x" * (32 << 20)})
 
     async def ask() -> None:
-        client = JsonClient([endpoint.url], HttpTable(), {}, max_bytes=1 << 16)
+        client = JsonClient([endpoint.url], HttpTable(), {})
         try:
             await client.post({})
         finally:

@@ -68,7 +68,8 @@ def test_what_the_environment_says_of_malloc_counts():
 
 def test_a_rank_that_does_not_end_by_itself_is_ended_and_says_where_it_was():
     program = (
-        "import time; from services.runtime.main import leave_in_time; leave_in_time(0.2); time.sleep(60)"
+        "import time; from services.runtime import main; main.LEAVE_WITHIN_S = 0.2; main.leave_in_time(); "
+        "time.sleep(60)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     assert ended.returncode == 1

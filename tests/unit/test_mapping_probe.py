@@ -149,9 +149,7 @@ def test_constants_are_paid_as_often_as_the_work_is_begun(
     assert with_them - without == pytest.approx(times * 50e-6, rel=1e-6, abs=1e-9)
 
 
-def test_services_that_do_not_load_their_models_after_a_failed_probe_are_named_beside_its_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_services_that_do_not_load_their_models_after_a_failed_probe_are_named_beside_its_error() -> None:
     said, loaded = [], []
 
     def group(name: str, error: RlhfError | None) -> Any:
@@ -188,4 +186,4 @@ def test_services_that_do_not_load_their_models_after_a_failed_probe_are_named_b
 def test_a_probe_is_reported_to_no_tracker() -> None:
     quickstart = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
     config = load(quickstart, ("tracking.trackers=['wandb']", "tracking.prometheus_port=9090"))
-    assert probe._probe_config(config, repeats=2).tracking == TrackingTable()
+    assert probe._probe_config(config).tracking == TrackingTable()

@@ -317,7 +317,7 @@ def test_rows_score_the_same_together_as_alone(reward_dir: Path):
     torch.testing.assert_close(SequenceScorer(reward_dir, token_budget=8).score_tokens(rows), alone)
 
 
-def test_a_model_without_a_score_is_no_reward_model(tiny_llama_dir: Path, tmp_path: Path):
+def test_a_model_without_a_score_is_no_reward_model(tiny_llama_dir: Path):
     with pytest.raises(ValueError, match=r"lacks 1 weights of its model, the first is score\.weight"):
         SequenceScorer(tiny_llama_dir, token_budget=64)
 

@@ -126,7 +126,7 @@ def test_copies_one_after_another_are_made_in_the_same_memory_and_two_at_once_ar
     assert memory.take(20_000).shape == (20_000,)
 
 
-def test_weights_are_written_to_a_snapshot_only_when_it_has_been_copied(monkeypatch: pytest.MonkeyPatch):
+def test_weights_are_written_to_a_snapshot_only_when_it_has_been_copied() -> None:
     """On a GPU that is full, a stream copies it to host memory while the host goes on."""
     finished: list[str] = []
     memory = SnapshotMemory(torch.device("cpu"))

@@ -30,7 +30,9 @@ from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
 from tensorboardX.record_writer import masked_crc32c
 
 from controller.role_groups.dataflow import CallRecord
+from controller.tracking import recorder as recording
 from controller.tracking import run_directory
+from controller.tracking import timeline as timelines
 from controller.tracking.contents import RUN_FILE
 from controller.tracking.figures import MAX_STRETCHES, Curve, Figures
 from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter, each_sample, read_metrics
@@ -130,8 +132,11 @@ class TestDeletedDirectory:
 
 
 class TestRecorder:
-    def test_all_is_there_while_the_run_goes_on(self, tmp_path: Path) -> None:
-        recorder = Recorder(RunDirectory(tmp_path), Progress(Console(file=StringIO())), {"seed": 3}, 0.0)
+    def test_all_is_there_while_the_run_goes_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(recording, "REPORT_EVERY_S", 0.0)
+        recorder = Recorder(RunDirectory(tmp_path), Progress(Console(file=StringIO())), {"seed": 3})
         recorder.samples(0, [Sample("1+1=", "3", "2", 0.0)])
         recorder.step(0, {"evaluation/accuracy": 0.25})
         recorder.calls(1, [CallRecord("actor", "update_actor", NOON, NOON + 1, {}, 1, ())])
@@ -414,8 +419,11 @@ class TestTimeline:
             timeline.add(("actor", "rank 0"), "call", NOON + start, NOON + end)
         assert set(names(written(timeline, tmp_path), "thread_name").values()) == {"rank 0"}
 
-    def test_files_are_bounded_and_the_last_events_are_there(self, tmp_path: Path) -> None:
-        timeline = Timeline(tmp_path, NOON, max_bytes=4000)
+    def test_files_are_bounded_and_the_last_events_are_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(timelines, "MAX_BYTES", 4000)
+        timeline = Timeline(tmp_path, NOON)
         for number in range(200):
             timeline.add(("actor", "rank 0"), str(number), NOON + number, NOON + number + 1)
             timeline.flush()

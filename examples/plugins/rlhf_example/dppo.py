@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlhf_example.losses import DppoOptions
-from services.actor.ratios import token_sums
+from services.roles.losses import token_sums
 
 
 def dppo_loss(
