@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.config.config import Config
+from controller.data.chat import SPECIAL_TOKENS_MAP, TOKENIZER, TOKENIZER_CONFIG
 from rlhf.addresses import address_host
 from rlhf.errors import ConfigError
 from rlhf.roles import find_role
@@ -157,14 +158,14 @@ def _token_ids(model: Path) -> dict[str, int | None]:
     id, which may be a special token that gets one when the tokenizer is loaded. Returns an empty dictionary where
     tokenizer.json or tokenizer_config.json cannot be read."""
     try:
-        tables: Any = json.loads((model / "tokenizer.json").read_text())
-        config: Any = json.loads((model / "tokenizer_config.json").read_text())
+        tables: Any = json.loads((model / TOKENIZER).read_text())
+        config: Any = json.loads((model / TOKENIZER_CONFIG).read_text())
         known = tables["model"]["vocab"]
         # A Unigram model lists its tokens with scores, in the order of their ids.
         ids = known if isinstance(known, dict) else {token: i for i, (token, _) in enumerate(known)}
         added = {each["content"]: each["id"] for each in tables.get("added_tokens", ())}
         numbered = {each["content"]: int(i) for i, each in config.get("added_tokens_decoder", {}).items()}
-        further = [model / name for name in ("special_tokens_map.json", "added_tokens.json")]
+        further = [model / name for name in (SPECIAL_TOKENS_MAP, "added_tokens.json")]
         named = _texts([config, *(json.loads(file.read_text()) for file in further if file.is_file())])
         return {**dict.fromkeys(named), **ids, **added, **numbered}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

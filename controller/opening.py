@@ -21,6 +21,7 @@ from controller.config.run import RunTable
 from controller.data.draws import Limit, longest_prompt
 from controller.data.endings import messages_without_end
 from controller.data.length_lines import prompts_left_out, responses_cut, responses_without_end
+from controller.data.response_end import RESPONSE_END
 from controller.epochs import steps_of_epochs
 from controller.foresight import arena_warnings
 from controller.launch import LaunchedServices
@@ -223,6 +224,7 @@ def _checkpointer(
         "identity": identity,
         "config": plan.algorithm.resolved(config),
         "contents": plan.contents,
+        RESPONSE_END: plan.response_end,
         "platform": platform_of(cluster.descriptions),
         "limits": limits_as_json(limits),
     }

@@ -11,10 +11,17 @@ from pathlib import Path
 import tomli_w
 
 from controller.algorithms import AnyAlgorithm, as_algorithm, reference_of
-from controller.checkpoints.facts import changed_learning_rates, check_config, check_contents, contents_of
+from controller.checkpoints.facts import (
+    changed_learning_rates,
+    check_config,
+    check_contents,
+    check_response_end,
+    contents_of,
+)
 from controller.checkpoints.resume_point import ResumePoint
 from controller.config.config import Config, with_settings
 from controller.data.prompts import PromptData, TextData, load_data
+from controller.data.response_end import response_end
 from controller.epochs import with_steps
 from controller.foresight import check_models, fetch_descriptions
 from controller.identity import Identity
@@ -110,6 +117,7 @@ class Plan:
         check_config(before, resolved, elsewhere=self.elsewhere)
         _check_unfinished(point, self.config)
         check_contents(point.facts["contents"], self.contents)
+        check_response_end(point.facts, self.response_end)
         stored, now = point.facts["identity"], time.time_ns()
         this = Identity.of(stored["algorithm"], self.config.run.seed, now)
         changed = changed_learning_rates(before, resolved)
@@ -122,6 +130,13 @@ class Plan:
     def contents(self) -> dict[str, str]:
         """Fingerprints of data, tokenizer and models, by config key; the first use reads the files."""
         return contents_of(self.config, self.data, self.pretrain)
+
+    @cached_property
+    def response_end(self) -> str | None:
+        """Text with which responses to conversations that the algorithm learns end, see `response_end`; None where it
+        learns none. The first use reads the files of the tokenizer."""
+        is_learned = self.algorithm.columns and any(each.has_conversations for each in self.data)
+        return response_end(self.config) if is_learned else None
 
     def resolved(self, config: Config) -> str:
         """Returns `config` with all defaults as TOML, below a comment with the identity of the run."""

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from controller.checkpoints.facts import check_dtypes, check_platform, dtypes_of
+from controller.checkpoints.facts import check_dtypes, check_platform, dtypes_of, ending
 from controller.checkpoints.limits import row_limits
 from controller.checkpoints.resume_point import ResumePoint
+from controller.data.response_end import RESPONSE_END
 from controller.plan import Plan
 from controller.role_groups.admission import shown
 from controller.role_groups.cluster import Restoration, SavedState
@@ -65,12 +66,19 @@ class Restorer:
         return f"resumed after step {self._point.step}; {services}{kept}"
 
     def changes(self) -> list[str]:
-        """Returns a line for the terminal for each learning rate that differs from here on."""
+        """Returns a line for the terminal for each learning rate that differs from here on, and for an end of responses
+        that may."""
         changed = self.plan.identity.resumed[-1].get("changed", {})
-        return [
+        lines = [
             f"{key} was {shown(there)} and is {shown(here)} from here on; a run without the change has other results"
             for key, (there, here) in changed.items()
         ]
+        if RESPONSE_END not in self._point.facts and self.plan.response_end:
+            lines.append(
+                f"responses to conversations end with {ending(self.plan.response_end)} from here on; the checkpoint "
+                "does not say how they ended before: earlier versions always took the EOS token of the tokenizer"
+            )
+        return lines
 
     @property
     def _point(self) -> ResumePoint:

@@ -11,6 +11,7 @@ from controller.checkpoints.digests import fingerprint, model_fingerprint
 from controller.config.config import Config
 from controller.data import chat
 from controller.data.prompts import PromptData, TextData
+from controller.data.response_end import RESPONSE_END
 from controller.role_groups.admission import WHERE_IT_RUNS, differences, shown
 from rlhf.errors import ConfigError
 from settings.memory.services import computed_dtype
@@ -163,6 +164,30 @@ def check_contents(before: Mapping[str, str], now: Mapping[str, str]) -> None:
             f"{', '.join(changed)}: the contents differ from those that the run was trained on, so its position would "
             "refer to other rows or weights"
         )
+
+
+def check_response_end(before: Mapping[str, Any], now: str | None) -> None:
+    """Checks that responses to conversations that are learned still end as when the checkpoint was written. One of an
+    earlier version, which does not say how, passes.
+
+    Args:
+        before: Facts of the checkpoint.
+        now: The text that ends them; empty for the EOS token, None where none are learned.
+
+    Raises:
+        ConfigError: They end otherwise.
+    """
+    if (there := before.get(RESPONSE_END, now)) != now:
+        raise ConfigError(
+            f"data.tokenizer, by default the model of the actor: responses to conversations ended with {ending(there)} "
+            f"when the checkpoint was written and end with {ending(now)} now: its tokenizer.json, config.json or "
+            "generation_config.json is another"
+        )
+
+
+def ending(text: str | None) -> str:
+    """Returns the end of responses for messages: a text, or, where that is empty, the EOS token."""
+    return repr(text) if text else "the EOS token of the tokenizer"
 
 
 def check_platform(before: Mapping[str, Any], now: Mapping[str, Any], *, elsewhere: bool) -> None:

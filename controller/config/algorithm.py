@@ -56,8 +56,9 @@ class AlgorithmTable(ValueClipOptions, ValueLossTable, PpoOptions, PolicyLossTab
     `reward_retries` times, and then ends the run; drop_group trains without them and the other responses to their
     prompts. They never count as a score of 0."""
     on_truncated: Literal["train", "drop"] = "train"
-    """Handling of responses that reached rollout.max_response_tokens, and of episodes whose last turn was cut off.
-    drop: the policy is not trained on them (overlong filtering); they count in the baseline of their prompt."""
+    """Handling of responses that reached rollout.max_response_tokens without an end, and of episodes whose last turn
+    was cut off. drop: the policy is not trained on them (overlong filtering); they count in the baseline of their
+    prompt."""
     reward_retries: Positive = 2
     """Maximum number of times that a row is sent again with on_failed_reward retry."""
     options: dict[str, Any] = {}

@@ -5,7 +5,7 @@ Every table is strict and typed. Impossible combinations are refused here, befor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,22 @@ class Config(Strict):
     def has_reward(self, reward: str) -> bool:
         """Returns whether there is a service of the algorithm's reward or cost `reward`; see `recipes`."""
         return any(part in self.services for recipe in self.recipes(reward).values() for part in recipe)
+
+    def other_rewards(self, services: Iterable[str]) -> list[str]:
+        """Returns the names of the rewards and costs that score all rows beside the reward of their source: those of
+        `services` that are part of no composition, and compositions of `rewards` of which the config has all parts.
+
+        Args:
+            services: Names of the services that are rewards or costs.
+        """
+        composed = {
+            name: weights for name, weights in self.rewards.items() if weights.keys() <= self.services.keys()
+        }
+        recipes = (*self.recipes("reward").values(), *composed.values())
+        parts = {part for weights in recipes for part in weights}
+        alone = [name for name in services if name not in parts]
+        own = {source.reward for source in self.data.all_sources} | {"reward"}
+        return [name for name in (*alone, *composed) if name not in own]
 
     @property
     def rows_per_step(self) -> int:

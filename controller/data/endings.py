@@ -17,8 +17,9 @@ def messages_without_end(
 ) -> Iterator[str]:
     """Yields a line for each service that generates responses to conversations with a model among whose EOS tokens is
     none of the special tokens with which the chat template ends a message of the assistant, so that responses go on.
-    Where an algorithm learns from responses of the data, the line is of each actor, whose model learns this end. A
-    model whose files this host cannot read passes, and so does a template that ends messages without a special token.
+    Where an algorithm learns from responses of the data, the line is of each actor, whose model learns this end, or it
+    is that this end cannot be found. A model whose files this host cannot read passes, and so does a template that ends
+    messages without a special token.
 
     Args:
         config: Configuration of the run.
@@ -28,13 +29,22 @@ def messages_without_end(
     if config.tokenizer is None or not any(each.has_conversations for each in data):
         return
     chat = Chat(config.tokenizer, options=config.data.chat_options)
+    try:
+        learned = chat.ends_of_message()
+    except ConfigError as error:
+        if columns:
+            yield (
+                "responses to conversations end with the EOS token of the tokenizer, also where the chat template ends "
+                f"a message of the assistant otherwise, which cannot be found out: {error}"
+            )
+        return
     for name, table in config.services.items():
         if not (isinstance(table, GeneratingTable) and (table.generates or columns)):
             continue
         directory = table.model_directory
         own = chat if directory == config.tokenizer else Chat(directory)
         try:
-            ends = {token: own.token_id(token) for token in chat.ends_of_message()}
+            ends = {token: own.token_id(token) for token in learned}
             known = eos_ids(own, directory)
         except ConfigError:
             continue

@@ -28,8 +28,9 @@ class Prompt:
         text: The prompt, as text.
         ground_truth: The right answer; empty where the row has none.
         metadata: All further fields of the row, as a JSON object.
-        texts: Texts beside the prompt that the algorithm reads, such as response, by name; and `RESPONSE_END` of a row
-            with such texts whose prompt is a conversation, where the EOS token of the tokenizer does not end it.
+        texts: Texts beside the prompt that the algorithm reads, such as response, by name; with any, also
+            `RESPONSE_END` where the EOS token of the tokenizer does not end responses to conversations, empty for a
+            row whose prompt is none.
         source: Name of the row's source where the run has several; else empty.
     """
 
@@ -94,8 +95,9 @@ class PromptSource:
             raise ConfigError(f"{self.where(row)}: {error}") from None
         rest = {n: v for n, v in fields.items() if n not in ("prompt", "ground_truth", *self._columns)}
         texts = {name: fields[name] for name in self._columns}
-        if self._columns and isinstance(prepared, list) and (end := self._form.end()):
-            texts[RESPONSE_END] = end
+        # Of every row, since batches that are concatenated lose a column that one of them does not have.
+        if self._columns and (end := self._form.end()):
+            texts[RESPONSE_END] = end if isinstance(prepared, list) else ""
         return Prompt(text, _ground_truth(fields), json.dumps(rest), texts, self.name)
 
     def where(self, row: int) -> str:

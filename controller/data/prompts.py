@@ -228,10 +228,11 @@ def _prompt_source(
     columns: Sequence[str],
 ) -> PromptSource:
     name = table.label if config.data.sources else ""
-    services = {service: config.services.get(service) for service in config.weights_of(table.reward)}
-    rewards = {name: each for name, each in services.items() if isinstance(each, RewardTable)}
-    graded_by = next((service for service, each in rewards.items() if each.needs_ground_truth), "")
-    tested_by = next((service for service, each in rewards.items() if each.needs_tests), "")
+    tables = {name: each for name, each in config.services.items() if isinstance(each, RewardTable)}
+    rewards = (table.reward, *config.other_rewards(tables))
+    scored_by = [part for name in rewards for part in config.weights_of(name) if part in tables]
+    graded_by = next((service for service in scored_by if tables[service].needs_ground_truth), "")
+    tested_by = next((service for service in scored_by if tables[service].needs_tests), "")
     form = PromptForm(
         *chat,
         config.data.chat,

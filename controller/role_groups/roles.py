@@ -33,8 +33,9 @@ class GeneratingGroup(RoleGroup):
         return_text: bool = False,
         segments: int = 1,
     ) -> FutureBatch:
-        """Generates one response to each row of column "prompt". Returns columns prompt_ids, response_ids and
-        rollout_log_probs, with `return_text` also response, the text, and with several segments response_versions.
+        """Generates one response to each row of column "prompt". Returns columns prompt_ids, response_ids,
+        rollout_log_probs and turn_end, "stop" for a response that ended and "length" for one that was cut off, with
+        `return_text` also response, the text, and with several segments response_versions.
 
         Args:
             prompts: Rows with column "prompt".
@@ -48,14 +49,15 @@ class GeneratingGroup(RoleGroup):
         for number in range(segments):
             is_last = number == segments - 1
             ids = ["prompt_ids", "response_ids", "rollout_log_probs"]
-            texts = ["response"] if return_text and is_last else []
+            with_text = return_text and is_last
+            texts = [*(["turn_end"] if is_last else []), *(["response"] if with_text else [])]
             part = self.call(
                 "generate_sequences",
                 rows,
                 [*ids, *texts, *(["response_versions"] if segments > 1 else [])],
                 lateness=number,
                 sampling=sampling,
-                return_text=bool(texts),
+                return_text=with_text,
                 segment_tokens=0 if is_last else -(-sampling.max_new_tokens // segments),
             )
             made = replace(part, calls=(*made.calls, *part.calls))

@@ -13,7 +13,7 @@ import numpy as np
 from controller.simulation.durations import Durations
 from controller.simulation.rows import Shares, drawn_lengths, lengths_in, made_column, stored
 from nccl_transfer.refs import wire
-from nccl_transfer.refs.batch import Batch
+from nccl_transfer.refs.batch import Batch, LocalColumn
 from nccl_transfer.refs.mesh import Mesh
 from nccl_transfer.refs.protocols import get_protocol
 from nccl_transfer.refs.shards import Endpoint
@@ -144,6 +144,10 @@ class SimulatedService:
         columns = {}
         for number, name in enumerate(method.outputs, start=first):
             if name == "response" and not getattr(request, "return_text", True):
+                continue
+            if name == "turn_end":
+                most = request.sampling.max_new_tokens
+                columns[name] = LocalColumn(["stop" if n < most else "length" for n in lengths])
                 continue
             of_prompt = drawn_lengths(self._prompts, np.arange(rows), (call.seed, call.step))
             columns[name] = made_column(name, of_prompt if name == "prompt_ids" else lengths, holder, number)

@@ -19,7 +19,7 @@ from controller.data.prompt_form import NoTemplate
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.training.columns import count_tokens, texts_of
 from controller.training.environment import Answer, EnvironmentCaller, Episode, environment_factory
-from nccl_transfer.refs.batch import Batch, LocalColumn, lengths_of
+from nccl_transfer.refs.batch import Batch, LocalColumn
 from rlhf.errors import ConfigError, DeadlineExceeded, InvalidRequest
 
 PARTIAL = {
@@ -173,14 +173,15 @@ class EpisodePlayer:
         return text
 
 
-def rows_that_ended(batch: FutureBatch, max_tokens: int) -> np.ndarray:
-    """Waits for the responses, and returns the indices of the rows [n] int64 whose response has fewer than `max_tokens`
-    tokens, or, of an episode, whose last turn was not cut off."""
+def rows_that_ended(batch: FutureBatch) -> np.ndarray:
+    """Waits for the responses, and returns the indices of the rows [n] int64 whose response, or the last turn of whose
+    episode, ended with an end-of-sequence token or a stop string, also as the last token that it could have; the others
+    were cut off. Raises InvalidRequest where the batch has neither column `FINISHED` nor turn_end."""
     if FINISHED in batch:
         finished = batch.result([FINISHED])[FINISHED]
         assert isinstance(finished, LocalColumn), "the controller plays the episodes"
         return np.flatnonzero(np.asarray(finished.values))
-    return np.flatnonzero(lengths_of(batch.result(["response_ids"])["response_ids"]) < max_tokens)
+    return np.flatnonzero([end == "stop" for end in texts_of(batch, "turn_end")])
 
 
 def episode_metrics(batch: Batch) -> dict[str, float]:

@@ -84,19 +84,9 @@ class PolicyEvaluation:
         return measured
 
     def _other_rewards(self) -> list[str]:
-        """Returns the names of the rewards and costs that are measured too: reward services that are part of no
-        composition, and compositions of `[rewards]`, that are not the reward itself."""
-        config, groups = self.config, self.groups
-        composed = {
-            name: weights for name, weights in config.rewards.items() if weights.keys() <= groups.keys()
-        }
-        recipes = (*config.recipes("reward").values(), *composed.values())
-        parts = {part for weights in recipes for part in weights}
-        alone = [
-            name for name, group in groups.items() if isinstance(group, RewardGroup) and name not in parts
-        ]
-        own = {source.reward for source in config.data.all_sources} | {"reward"}
-        return [name for name in (*alone, *composed) if name not in own]
+        """Returns the names of the rewards and costs that are measured too; see `Config.other_rewards`."""
+        rewards = [name for name, group in self.groups.items() if isinstance(group, RewardGroup)]
+        return self.config.other_rewards(rewards)
 
     def _pass_at_k(self, scores: np.ndarray) -> dict[str, float]:
         """Returns pass_at_K of the scores of responses, those to one prompt side by side [rows], for each power of two

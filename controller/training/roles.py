@@ -70,12 +70,13 @@ class Rollout:
                 with `run.rollouts_every`.
 
         Returns:
-            Columns prompt_ids, response_ids and rollout_log_probs, and with `return_text` also response, the text; with
-            `run.ahead` also policy_version [rows] int64, the version that began to generate each row; with
-            `rollout.segments` above 1 also response_versions, the version that generated each token. With an
-            environment, waits until all episodes have ended, and returns their whole responses, with column
-            response_mask, and those of `EpisodePlayer.play`; columns with a value per response token then have one per
-            sampled token.
+            Columns prompt_ids, response_ids, rollout_log_probs and turn_end, "stop" for a response that ended with an
+            end-of-sequence token or a stop string and "length" for one that was cut off, and with `return_text` also
+            response, the text; with `run.ahead` also policy_version [rows] int64, the version that began to generate
+            each row; with `rollout.segments` above 1 also response_versions, the version that generated each token.
+            With an environment, waits until all episodes have ended, and returns their whole responses, with column
+            response_mask, and, in place of turn_end, those of `EpisodePlayer.play`; columns with a value per response
+            token then have one per sampled token.
         """
         rollout = self._config.rollout
         sampling = self._sampling(rollout, greedy=greedy)
@@ -201,9 +202,9 @@ class Actor(Rollout):
 
     def _that_ended(self, batch: FutureBatch) -> FutureBatch:
         """Waits for the responses and returns the rows whose response ended; raises InvalidRequest where none did."""
-        most = self._config.rollout.max_response_tokens
-        rows = rows_that_ended(batch, most)
+        rows = rows_that_ended(batch)
         if not len(rows):
+            most = self._config.rollout.max_response_tokens
             raise InvalidRequest(
                 f"step {self._step_of(batch).number}: all {batch.rows} responses were cut off, and none is left to "
                 f"train on: raise rollout.max_response_tokens ({most}), or set algorithm.on_truncated to train"

@@ -14,10 +14,6 @@ CHOOSING, TRUNCATING = 16, 33
 choosing a token, log-probabilities and probabilities in float32 and their sums in float64; in top-p, sorted
 log-probabilities and tokens, and float64 probabilities and sums."""
 
-VLLM_BATCHED_TOKENS = 16384
-"""Most tokens of a step of vLLM on GPUs of at least 70 GiB, elsewhere half as many (`default_max_num_batched_tokens` in
-vllm/engine/arg_utils.py, usage context LLM_CLASS)."""
-
 ROUND_BYTES, LEAST_BUCKET_BYTES, TOGETHER_BYTES = 32 << 20, 4096, 64 << 20
 """Bytes that a rank without a mesh of training receives at a time for its generation shard, least bytes of those from
 one rank, and bytes of the tensors that arrive together (`services.weights.resharding`)."""
@@ -71,14 +67,14 @@ def decoding_bytes(use: ModelUse, rows: RowSizes) -> int:
 
 
 def vllm_workspace(use: ModelUse) -> int:
-    """Returns an estimate of vLLM's activations: one step of `VLLM_BATCHED_TOKENS` in one layer, and logits of as many
-    rows as a step has (`max_num_seqs`), twice in float32. 0 for other engines. vLLM's own graphs and kernels'
+    """Returns an estimate of vLLM's activations: one step of `max_num_batched_tokens` in one layer, and logits of as
+    many rows as a step has (`max_num_seqs`), twice in float32. 0 for other engines. vLLM's own graphs and kernels'
     workspaces are not counted."""
     rollout = use.rollout_engine
     if rollout.engine != "vllm":
         return 0
     layer = (2 * use.shape.hidden + 3 * use.shape.units_per_token // rollout.tensor) * use.itemsize
-    return VLLM_BATCHED_TOKENS * layer + rollout.sequences * use.shape.vocabulary * 2 * FLOAT32
+    return rollout.batched_tokens * layer + rollout.sequences * use.shape.vocabulary * 2 * FLOAT32
 
 
 def freed_by_sleep(use: ModelUse) -> frozenset[str]:

@@ -10,10 +10,10 @@ from rlhf.errors import ConfigError
 from settings import meshes
 from settings.actor import ActorTable
 from settings.critic import CriticTable
-from settings.engines import ROLLOUT_ENGINES, TRAINING_ENGINES
+from settings.engines import ROLLOUT_ENGINES, TRAINING_ENGINES, VllmTable
 from settings.generation import GeneratingTable
 from settings.memory.shape import HeadKind, ModelShape, read_model_shape
-from settings.memory.use import AdapterSize, ModelUse, RolloutUse
+from settings.memory.use import VLLM_BATCHED_TOKENS, AdapterSize, ModelUse, RolloutUse
 from settings.model import ModelTable
 from settings.reference import ReferenceTable
 from settings.reward import RewardTable
@@ -112,6 +112,7 @@ def _rollout_service_use(table: RolloutServiceTable, on_gpu: bool, truncates: bo
             cache_tokens=table.rollout_tokens,
             cache_bytes=int(table.vllm.kv_cache_gb * GIB),
             sequences=table.vllm.max_num_seqs,
+            batched_tokens=_batched_tokens(table.vllm),
             truncates=truncates,
         ),
         receives=table.second_buffer,
@@ -165,10 +166,17 @@ def _rollout_use(table: ActorTable, truncates: bool, generates: bool) -> Rollout
         cache_tokens=table.rollout_tokens,
         cache_bytes=int(table.vllm.kv_cache_gb * GIB),
         sequences=table.vllm.max_num_seqs,
+        batched_tokens=_batched_tokens(table.vllm),
         truncates=truncates,
         generates=generates,
         sleeps=table.rollout_sleep,
     )
+
+
+def _batched_tokens(table: VllmTable) -> int:
+    """Returns the most tokens of a step of vLLM; the default for what is no number, which vLLM refuses."""
+    given = table.engine_args.get("max_num_batched_tokens")
+    return given if isinstance(given, int) else VLLM_BATCHED_TOKENS
 
 
 def _shape(model: Path, head: HeadKind) -> ModelShape:

@@ -38,6 +38,11 @@ class AdapterSize:
     targets: tuple[str, ...] = ()
 
 
+VLLM_BATCHED_TOKENS = 16384
+"""Most tokens of a step of vLLM where its table does not set them, on GPUs of at least 70 GiB; elsewhere half as many
+(`default_max_num_batched_tokens` in vllm/engine/arg_utils.py, usage context LLM_CLASS)."""
+
+
 @dataclass(frozen=True)
 class RolloutUse:
     """An actor's rollout engine.
@@ -49,6 +54,7 @@ class RolloutUse:
         cache_tokens: For hf: `rollout_tokens`, the most tokens of the KV cache.
         cache_bytes: For vllm: bytes of the KV cache, `kv_cache_gb`.
         sequences: For vllm: `max_num_seqs`, the most rows of a decoding step.
+        batched_tokens: For vllm: `max_num_batched_tokens`, the most tokens of a step.
         truncates: Whether top_k or top_p truncate the distribution.
         generates: Whether it generates: an actor's does not where a rollout service does.
         sleeps: Whether an actor's frees its memory while the actor trains and infers (`rollout_sleep`).
@@ -61,6 +67,7 @@ class RolloutUse:
     cache_tokens: int = 65536
     cache_bytes: int = 1 << 30
     sequences: int = 256
+    batched_tokens: int = VLLM_BATCHED_TOKENS
     truncates: bool = False
     generates: bool = True
     sleeps: bool = False

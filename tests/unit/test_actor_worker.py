@@ -57,6 +57,22 @@ def test_generated_token_ids_leave_the_actor_as_int32(actor: ActorWorker) -> Non
     assert columns["prompt_ids"].values.tolist() == [3, 5]
 
 
+def test_a_response_whose_last_possible_token_is_an_end_is_not_cut_off(
+    actor: ActorWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = actor_pb2.GenerateSequencesRequest(
+        sampling=actor_pb2.Sampling(max_new_tokens=4, temperature=1.0)
+    )
+    ids = actor.generate_sequences(text_rows(), request, make_call()).columns["response_ids"].tolist()
+    end = ids[0][-1]
+    assert [len(row) for row in ids] == [4, 4]
+    assert end not in [*ids[0][:-1], *ids[1]]
+    monkeypatch.setattr(actor._generator, "_eos_ids", (end,))
+    columns = actor.generate_sequences(text_rows(), request, make_call()).columns
+    assert columns["response_ids"].tolist() == ids
+    assert columns["turn_end"] == ["stop", "length"]
+
+
 def test_an_actor_whose_responses_another_service_generates_has_no_rollout_engine(
     tiny_llama_dir: Path,
 ) -> None:

@@ -258,6 +258,43 @@ def test_a_reward_that_runs_programs_needs_tests_in_every_row(tests: dict[str, A
     assert len(load_data(Config.model_validate(tables))[0]) == 5
 
 
+@pytest.mark.parametrize(
+    ("table", "cause"),
+    [
+        ({"function": "math"}, "no ground_truth, with which the service harm compares responses"),
+        ({"kind": "sandbox"}, "no tests for the service harm: neither a field tests, nor"),
+    ],
+)
+@pytest.mark.parametrize("is_composed", [False, True])
+def test_a_cost_needs_the_same_in_the_rows_of_all_sources(
+    table: dict[str, Any], cause: str, *, is_composed: bool, tmp_path: Path
+) -> None:
+    good = {"prompt": "p", "ground_truth": {"inputs": ["1"], "outputs": ["1"]}}
+    paths = [
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+        for name, rows in {"a": [good], "b": [good, {"prompt": "p"}]}.items()
+    ]
+    services: dict[str, dict[str, Any]] = {
+        "math": {"function": "exact_match"},
+        "style": {"function": "length"},
+        "harm": table,
+    }
+    for number, each in enumerate(services.values(), start=7104):
+        each |= {"role": "reward", "address": f"127.0.0.1:{number}"}
+    tables = {
+        "data": {
+            "sources": [
+                {"path": path, "heldout": path, "reward": reward, "name": reward}
+                for path, reward in zip(paths, ("math", "style"), strict=True)
+            ]
+        },
+        "services": services,
+        "rewards": {"cost": {"harm": 1.0, "style": 0.5}} if is_composed else {},
+    }
+    with pytest.raises(ConfigError, match=rf"b\.jsonl:2: {cause}"):
+        load_data(Config.model_validate(tables))
+
+
 def test_only_the_sources_of_a_reward_that_compares_answers_need_ground_truths(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p"}])
     services = {

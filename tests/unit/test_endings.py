@@ -4,6 +4,8 @@ not end responses."""
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +15,20 @@ import tomli_w
 from click.testing import CliRunner
 from transformers import AutoTokenizer
 
+from controller.algorithms import as_algorithm
+from controller.checkpoints.facts import check_response_end
 from controller.cli import main
 from controller.config.config import Config
 from controller.data.endings import messages_without_end
 from controller.data.length_lines import responses_cut
 from controller.data.prompts import load_data
+from controller.identity import Identity
+from controller.plan import Plan
+from controller.restoring import Restorer
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.columns import texts_of
 from deploy.quickstart.build import EOS, UNK, make_tokenizer
+from rlhf.errors import ConfigError
 from services.roles.language_worker import LanguageWorker
 
 TEMPLATE = (
@@ -146,7 +154,8 @@ def test_a_response_to_a_text_ends_with_the_eos_token(tmp_path: Path) -> None:
     pair = {"chosen": "4", "rejected": "5"}
     prompts = [{"prompt": "2+2=", **pair}, {"prompt": TURNS[:1], **pair}]
     assert texts_of(batch_of(given, prompts, "chosen", "rejected"), "response_end") == ["", UNK]
-    assert "response_end" not in batch_of(given, prompts[:1], "chosen", "rejected")
+    batches = [batch_of(given, [prompt], "chosen", "rejected") for prompt in prompts]
+    assert texts_of(FutureBatch.concat(batches), "response_end") == ["", UNK]
     assert "response_end" not in batch_of(given, prompts)
 
 
@@ -165,6 +174,75 @@ def test_a_model_that_learns_an_end_that_is_no_eos_token_is_told(tmp_path: Path)
     assert [line.startswith(LINE) for line in lines(given, ("response",))] == [True, False]
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [3, 26]}')
     assert lines(given, ("response",)) == []
+
+
+@pytest.mark.parametrize("columns", [("response",), ()])
+def test_an_end_that_cannot_be_found_is_told_where_it_is_learned(
+    columns: tuple[str, ...], tmp_path: Path
+) -> None:
+    given = tables(tmp_path, UNK)
+    Path(given["data"]["train"]).write_text(
+        json.dumps({"messages": TURNS, "prompt": TURNS[:1], "response": "4"})
+    )
+    given["data"]["heldout"] = given["data"]["train"]
+    model = tmp_path / "model"
+    (model / "tokenizer.json").unlink()
+    table = json.loads((model / "tokenizer_config.json").read_text())
+    table.pop("bos_token")  # with one, prompts cannot be rendered without tokenizer.json
+    (model / "tokenizer_config.json").write_text(json.dumps(table))
+    line = (
+        "responses to conversations end with the EOS token of the tokenizer, also where the chat template ends a "
+        f"message of the assistant otherwise, which cannot be found out: {model} has no tokenizer.json, by which "
+        "tokens are counted"
+    )
+    assert lines(given, columns) == ([line] if columns else [])
+
+
+class TestResume:
+    """A run with a tokenizer of its own, whose template ends messages with two tokens: generation_config.json alone
+    says which of them end responses."""
+
+    def plan(self, directory: Path, eos_ids: list[int], chat: bool = True) -> Plan:
+        directory.mkdir()
+        tables(directory, UNK + EOS, generation_config={"eos_token_id": eos_ids})
+        (directory / "model").rename(directory / "tokenizer")
+        given = tables(directory, UNK + EOS, chat)
+        Path(given["data"]["train"]).write_text('{"prompt": "2+2=", "response": "4"}')
+        given["data"]["tokenizer"] = str(directory / "tokenizer")
+        config = Config.model_validate(given)
+        data = load_data(config, ("response",))
+        return Plan(as_algorithm("sft"), config, data, None, Identity("sft", "", "", "", 0, 1))
+
+    def test_a_run_that_would_learn_another_end_is_refused(self, tmp_path: Path) -> None:
+        before, now = self.plan(tmp_path / "before", [3]), self.plan(tmp_path / "now", [26, 3])
+        assert before.contents == now.contents
+        facts = {"response_end": before.response_end}
+        check_response_end(facts, before.response_end)
+        said = f"ended with {UNK + EOS!r} when the checkpoint was written and end with {UNK!r} now"
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            check_response_end(facts, now.response_end)
+
+    def test_a_run_that_learns_no_responses_to_conversations_has_no_end(self, tmp_path: Path) -> None:
+        assert self.plan(tmp_path / "texts", [3], chat=False).response_end is None
+        plan = self.plan(tmp_path / "prompts", [3])
+        assert replace(plan, algorithm=as_algorithm("grpo")).response_end is None
+
+    def test_a_checkpoint_that_does_not_say_how_responses_ended_is_told(self, tmp_path: Path) -> None:
+        end = self.plan(tmp_path / "run", [3]).response_end
+        check_response_end({}, end)
+        told = []
+        for facts in ({}, {"response_end": end}):
+            plan: Any = SimpleNamespace(
+                resumes=SimpleNamespace(facts=facts),
+                identity=SimpleNamespace(resumed=[{}]),
+                response_end=end,
+            )
+            told.append(Restorer(plan, ["actor"], dict).changes())
+        ((line,), nothing) = told
+        assert line.startswith(
+            f"responses to conversations end with {end!r} from here on; the checkpoint does"
+        )
+        assert nothing == []
 
 
 def test_the_end_of_a_response_counts_among_its_tokens_with_all_of_its_own(tmp_path: Path) -> None:

@@ -276,6 +276,22 @@ def test_vllm_has_logits_of_as_many_rows_as_a_step_may_have(model: Path) -> None
     assert workspace(1024) - workspace(256) == 768 * vocabulary * 2 * float32
 
 
+@pytest.mark.parametrize("role", ["actor", "rollout"])
+def test_vllm_has_activations_of_as_many_tokens_as_a_step_may_have(role: str, model: Path) -> None:
+    def workspace(*keys: str) -> int:
+        given = [f"services.{role}.{key}" for key in ("rollout_engine='vllm'", *keys)]
+        table = f'{{role="rollout",address="127.0.0.1:7199",model="{model}"}}'
+        service = [f"services.rollout={table}"] if role == "rollout" else []
+        config = load(QUICKSTART, settings(model, *service, *given))
+        return generation.vllm_workspace(service_use(config.services[role], on_gpu=True))
+
+    def batched(tokens: int) -> int:
+        return workspace(f"vllm.engine_args={{max_num_batched_tokens={tokens}}}")
+
+    assert workspace() == batched(16384)
+    assert batched(8192) - batched(4096) == (batched(16384) - batched(8192)) // 2 > 0
+
+
 def test_the_sizes_of_transitions_are_those_of_the_services() -> None:
     assert (ROUND_BYTES, TOGETHER_BYTES) == (resharding.ROUND_BYTES, resharding.TOGETHER_BYTES)
     assert generation.LEAST_BUCKET_BYTES == weight_plans.LEAST_BUCKET_BYTES

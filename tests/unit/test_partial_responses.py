@@ -43,6 +43,12 @@ def go_on(rank: OneRank, sampling: actor_pb2.Sampling, tokens: int) -> dict[str,
     return rank.call(rank.actor, "generate_sequences", request, "prompt", *PARTIAL)
 
 
+def texts(rank: OneRank, name: str) -> list[str]:
+    column = rank.columns[name]
+    assert isinstance(column, LocalColumn)
+    return column.texts
+
+
 def begin(rank: OneRank, sampling: actor_pb2.Sampling, tokens: int) -> None:
     request = actor_pb2.GenerateSequencesRequest(sampling=sampling, segment_tokens=tokens)
     rank.call(rank.actor, "generate_sequences", request, "prompt")
@@ -53,11 +59,15 @@ def test_segments_add_up_to_the_response_of_one_call(rank: OneRank, tokens: int)
     request = actor_pb2.GenerateSequencesRequest(sampling=GREEDY)
     metrics = rank.call(rank.actor, "generate_sequences", request, "prompt")
     ids, log_probs = rank.read("response_ids"), rank.read("rollout_log_probs")
+    ends = texts(rank, "turn_end")
+    del rank.columns["turn_end"]
     begin(rank, GREEDY, tokens)
     assert max(rank.read("response_ids").lengths) == tokens
     for _ in range(tokens, NEW_TOKENS, tokens):
         assert go_on(rank, GREEDY, tokens) == {}
+    assert "turn_end" not in rank.columns
     assert go_on(rank, GREEDY, 0) == metrics
+    assert texts(rank, "turn_end") == ends
     assert rank.read("response_ids").tolist() == ids.tolist()
     segmented = rank.read("rollout_log_probs")
     np.testing.assert_allclose(segmented.values, log_probs.values, atol=1e-5)

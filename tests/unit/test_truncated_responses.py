@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from unit.simulated_run import Simulation, simulate
+from unit.simulated_run import SimulatedRanks, Simulation, simulate
 
 from controller.algorithms import find_algorithm
 from controller.config.config import load
@@ -36,6 +37,21 @@ def test_the_policy_learns_from_the_others_and_the_critic_from_all(
     assert [sorted(rows) for rows in learned] == [sorted(n for n in rows if n < 4) for rows in valued]
 
 
+def test_a_response_of_most_tokens_that_has_ended_is_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generated = SimulatedRanks._generated
+
+    def ended(ranks: SimulatedRanks, values: Any, request: Any) -> dict[str, Any]:
+        return generated(ranks, values, request) | {"turn_end": ["stop"] * len(values["prompt"])}
+
+    monkeypatch.setattr(SimulatedRanks, "_generated", ended)
+    run = simulate(tmp_path, "ppo", "run.steps=2", "rollout.max_response_tokens=4", DROP)
+    learned, valued = lengths(run, "update_actor"), lengths(run, "update_critic")
+    assert [sorted(set(rows)) for rows in learned] == [[2, 3, 4]] * 2
+    assert [sorted(rows) for rows in learned] == [sorted(rows) for rows in valued]
+
+
 def test_baselines_are_those_of_all_responses(tmp_path: Path) -> None:
     every, ended = (
         simulate(tmp_path, "grpo", "run.steps=1", "rollout.max_response_tokens=4", *settings)
@@ -60,14 +76,16 @@ def test_a_step_without_a_response_that_ended_ends_the_run(tmp_path: Path) -> No
         simulate(tmp_path, "grpo", "rollout.max_response_tokens=2", DROP)
 
 
-def test_an_episode_ends_with_its_last_turn() -> None:
-    ids = Jagged(np.arange(9), np.array([4, 2, 3]))
-    batch = FutureBatch.of(response_ids=ids)
-    assert rows_that_ended(batch, 4).tolist() == [1, 2]
-    assert rows_that_ended(batch | FutureBatch.of(**{FINISHED: np.array([1.0, 0.0, 1.0])}), 4).tolist() == [
-        0,
-        2,
-    ]
+def test_a_response_or_the_last_turn_of_an_episode_has_ended_whatever_its_length() -> None:
+    batch = FutureBatch.of(turn_end=["stop", "length", "stop"])
+    assert rows_that_ended(batch).tolist() == [0, 2]
+    episodes = FutureBatch.of(**{FINISHED: np.array([0.0, 1.0, 1.0])})
+    assert rows_that_ended(episodes).tolist() == [1, 2]
+
+
+def test_responses_of_which_it_is_not_known_whether_they_ended_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no column 'turn_end'"):
+        rows_that_ended(FutureBatch.of(response_ids=Jagged(np.arange(3), np.array([1, 2]))))
 
 
 def test_an_algorithm_that_generates_nothing_has_no_such_key() -> None:
