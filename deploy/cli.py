@@ -229,7 +229,9 @@ def check(
     report = predict_memory(loaded, names, None if memory_gb is None else int(memory_gb * GB), ranks)
     if report.services:
         rows = next(iter(report.services.values())).rows
-        Console(width=TABLE_WIDTH, highlight=False).print(memory_table(report))
+        # Names of services are shown as they are, also those that rich would read as markup.
+        console = Console(width=TABLE_WIDTH, highlight=False, markup=False, emoji=False)
+        console.print(memory_table(report))
         click.echo(f"for rows of {rows.prompt_tokens} + {rows.response_tokens} tokens; docs/memory.md")
     if report.misfits:
         raise RlhfError("; ".join(report.misfits))

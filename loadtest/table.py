@@ -17,9 +17,10 @@ PERCENTILES = ("mean", "p50", "p90", "p99", "p99.9", "max")
 
 
 def console() -> Console:
-    """Returns a console for standard output; where that is no terminal, it is 120 columns wide."""
-    shown = Console()
-    return shown if shown.is_terminal else Console(width=120)
+    """Returns a console for standard output, which shows texts as they are, without markup; where standard output is
+    no terminal, it is 120 columns wide."""
+    shown = Console(markup=False, emoji=False)
+    return shown if shown.is_terminal else Console(width=120, markup=False, emoji=False)
 
 
 def progress_line(step: Json, closed: bool) -> str:

@@ -535,6 +535,17 @@ def test_wrong_input_is_refused_in_a_line(config_file: Path, arguments: tuple[st
     assert text in ran.stderr
 
 
+def test_names_are_shown_as_they_are_given(config_file: Path) -> None:
+    """Also those that rich would read as markup."""
+    table = config_file.with_name("devices.toml")
+    rates = built_in_devices()["A100-80GB"].model_dump(exclude_none=True)
+    table.write_text(tomli_w.dumps({"[/]": rates, "[red]A": rates}))
+    for kind in ("[/]", "[red]A"):
+        ran = rlhf_map("find", config_file, "--devices", f"{kind}:8", "--table", table)
+        assert ran.exit_code == 0, ran.output
+        assert f"8 {kind}" in ran.stdout
+
+
 def test_rewards_that_are_functions_take_no_devices(config_file: Path) -> None:
     function = "services.reward={role='reward',address='127.0.0.1:7104'}"
     ran = rlhf_map("find", config_file, "--devices", "A100-80GB:8", "--set", function)
