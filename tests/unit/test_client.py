@@ -269,6 +269,42 @@ def test_an_answer_that_cannot_be_read_fails_all_that_wait_on_the_stream() -> No
     run(main())
 
 
+def test_an_answer_of_a_unary_call_or_a_watch_that_cannot_be_read_is_an_error_of_the_rank() -> None:
+    """As of a server at a wrong address, which is not ours."""
+    describe, watch = SERVICES["worker"]["Describe"], SERVICES["worker"]["Watch"]
+
+    async def main() -> None:
+        server = grpc.aio.server()
+
+        async def garbage(*_: Any) -> AsyncIterator[bytes]:
+            yield b"\xff"
+
+        async def one(*_: Any) -> bytes:
+            return b"\xff"
+
+        table = {
+            describe.name: grpc.unary_unary_rpc_method_handler(one),
+            watch.name: grpc.unary_stream_rpc_method_handler(garbage),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(describe.service, table),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        made = RankClient("reward", 0, f"127.0.0.1:{port}")
+        try:
+            with pytest.raises(
+                RlhfError, match=r"^reward rank 0 \(\S+\) Describe: the answer cannot be read"
+            ) as raised:
+                await made.reach(describe, worker_pb2.DescribeRequest(), SOON_S)
+            assert raised.value.called == "reward"
+            with pytest.raises(RlhfError, match=r"^reward rank 0 \(\S+\) Watch: the answer cannot be read"):
+                _ = [each async for each in made.stream(watch, worker_pb2.WatchRequest())]
+        finally:
+            await made.close()
+            await server.stop(None)
+
+    run(main())
+
+
 @pytest.mark.parametrize("session", ["run", ""], ids=["stream", "unary"])
 def test_the_error_of_a_call_has_the_name_of_the_service_that_was_called(session: str) -> None:
     """Not that of the service that reports it, which may be another, or have no name."""
