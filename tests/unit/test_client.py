@@ -192,6 +192,19 @@ def test_a_rank_that_is_out_of_reach_for_too_long_is_lost(monkeypatch: pytest.Mo
     run(main())
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED])
+def test_a_stream_that_breaks_with_an_error_of_grpc_alone_is_that_of_a_lost_rank(
+    code: grpc.StatusCode,
+) -> None:
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(code, nothing, nothing, "Internal error from Core")
+    broken = stream._broken(error, "actor rank 3 (127.0.0.1:1) DescribeWeights")
+    assert type(broken) is ServiceLost
+    assert str(broken) == (
+        "actor rank 3 (127.0.0.1:1) DescribeWeights: cannot be reached or died: Internal error from Core"
+    )
+
+
 def test_the_outcome_of_a_call_past_its_deadline_is_asked_for_once() -> None:
     """An update that was nearly done has committed: its controller is not to think that it failed."""
     asked: list[tuple[str, bool]] = []
