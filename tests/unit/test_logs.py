@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,3 +92,10 @@ def test_that_a_service_was_ready_explains_no_end(tmp_path: Path) -> None:
     log.write_text("a warning\nready: reward at 127.0.0.1:7103, 1 rank\n")
     assert explain_exit({0: 3}, 1, log) == f"exited with code 3: a warning (log: {log})"
     assert evidence(log, since=len("a warning\n")) == f" (log: {log})"
+
+
+def test_a_log_on_a_full_disk_may_lack_the_cause_and_says_so(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs.os, "statvfs", lambda _: SimpleNamespace(f_bavail=0))
+    assert explain_exit({0: 1}, 1, log) == f"exited with code 1: two (log: {log}, whose disk is full)"
