@@ -129,7 +129,7 @@ class _LogReader:
 
 def _evidence(lines: list[str], log: Path) -> str:
     own = [line for line in lines if line and not line.startswith(READY)]
-    last = f": {own[-1][:_LINE_LIMIT]}" if own else ""
+    last = f": {own[-1].lstrip()[:_LINE_LIMIT]}" if own else ""
     return f"{last} (log: {log}{', whose disk is full' if _is_disk_full(log) else ''})"
 
 
@@ -145,7 +145,8 @@ def _tail(log: Path, since: int) -> list[str]:
     try:
         with log.open("rb") as file:
             file.seek(max(since, size_of(log) - _TAIL_BYTES))
-            return [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+            # Of bytes, since a text ends lines at further characters, which a peer may have sent.
+            return [line.decode(errors="replace").rstrip() for line in file.read().splitlines()]
     except OSError:
         return []
 
