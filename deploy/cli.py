@@ -31,6 +31,7 @@ from deploy.profiling import request_traces
 from deploy.stacks import print_stacks, running_ranks
 from deploy.state import Deployment
 from deploy.supervisor import Supervisor, service_names
+from reports.units import counted
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopt
 from settings.commands import Commands, address_given, set_option
@@ -333,7 +334,7 @@ def profile_calls(
     directory = (out or loaded.run.directory / "traces").resolve()
     address = loaded.services[service].address
     for rank, (where, path) in enumerate(request_traces(service, address, directory, calls)):
-        click.echo(f"{service} rank {rank} at {where}: {path}, after {calls} calls")
+        click.echo(f"{service} rank {rank} at {where}: {path}, after {counted(calls, 'call')}")
 
 
 def _load(path: Path, settings: tuple[str, ...]) -> Config:

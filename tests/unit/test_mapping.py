@@ -430,7 +430,7 @@ def test_explain_says_what_a_worse_plan_loses(config_file: Path) -> None:
     ran = rlhf_map("explain", config_file, "--devices", "A100-80GB:16", *settings)
     assert ran.exit_code == 1
     assert re.search(r"critic needs .* GB on a device of 80.00 GB, .* GB too much", ran.output)
-    assert re.search(r"critic: .* longer as fsdp on 1 devices than as ", ran.output)
+    assert re.search(r"critic: .* longer as fsdp on 1 device than as ", ran.output)
 
 
 def test_a_mixture_of_experts_is_placed_in_engine_fsdp_and_computes_with_the_experts_of_a_token(
