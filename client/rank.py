@@ -8,9 +8,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from client.outage import RECONNECT_OPTIONS, RETRY_S, Outage, is_break
-from client.stream import CallStream, unanswered
+from client.stream import CallStream, unanswered, unreadable
 from rlhf.access import Access
 from rlhf.channels import open_aio_channel
 from rlhf.contract import CHANNEL_OPTIONS, PLAIN_OPTIONS, SERVICES, Method
@@ -110,7 +111,7 @@ class RankClient:
                 closed; DeadlineExceeded where it does not respond within `timeout_s` seconds.
         """
         try:
-            return await self._callable(method)(request, timeout=timeout_s)
+            answer = await self._callable(method)(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._explain(error, method, timeout_s) from error
         except (asyncio.CancelledError, grpc.aio.UsageError):
@@ -119,13 +120,14 @@ class RankClient:
                 raise
             lost = ServiceLost(f"{self} {method.name}: the connection was closed")
             raise lost.of_call(self.service) from None
+        return self._parse(answer, method)
 
     async def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:
         """Makes a server-streaming call, without a timeout, and yields its responses until the server ends the stream
         or the caller stops iterating. Raises an RlhfError where the call fails."""
         try:
-            async for response in self._callable(method)(request):
-                yield response
+            async for answer in self._callable(method)(request):
+                yield self._parse(answer, method)
         except grpc.RpcError as error:
             raise from_rpc_error(error, f"{self} {method.name}").of_call(self.service) from error
 
@@ -135,6 +137,13 @@ class RankClient:
         if self._stream is not None:
             await self._stream.close()
         await self._channel.close()
+
+    def _parse(self, answer: bytes, method: Method) -> Any:
+        """Parses the response of a unary call, or one of a server-streaming call."""
+        try:
+            return method.response.FromString(answer)  # type: ignore[attr-defined]
+        except DecodeError as error:
+            raise unreadable(error, f"{self} {method.name}").of_call(self.service) from error
 
     def _explain(self, error: grpc.RpcError, method: Method, timeout_s: float) -> RlhfError:
         explained = from_rpc_error(error, f"{self} {method.name}")
@@ -146,12 +155,11 @@ class RankClient:
     def _callable(self, method: Method) -> Any:
         if method.path not in self._callables:
             kind = self._channel.unary_stream if method.streams else self._channel.unary_unary
+            parse: Any = None  # gRPC logs what it cannot parse, and goes on with None: see `_parse`
             if method.takes_stream:
-                kind = self._channel.stream_stream
+                kind, parse = self._channel.stream_stream, method.response.FromString  # type: ignore[attr-defined]
             self._callables[method.path] = kind(
-                method.path,
-                request_serializer=_serialized,
-                response_deserializer=method.response.FromString,  # type: ignore[attr-defined]
+                method.path, request_serializer=_serialized, response_deserializer=parse
             )
         return self._callables[method.path]
 

@@ -170,7 +170,7 @@ class CallStream:
         """Handles the end of a stream. Fails all calls where the rank reported an error or has been unreachable for
         too long, and calls that were sent `MOST_STREAMS` times; the others are sent again over the next stream."""
         if isinstance(error, DecodeError):
-            return self._fail_all(partial(_unreadable, error))
+            return self._fail_all(partial(unreadable, error))
         if isinstance(error, grpc.RpcError) and not is_break(error):
             return self._fail_all(partial(_broken, error))
         now = asyncio.get_running_loop().time()
@@ -308,8 +308,13 @@ def _broken(error: grpc.RpcError, where: str) -> RlhfError:
             f"{where}: no answer, not even to pings: its process is stopped, or its host cut off"
         )
     explained = from_rpc_error(error, where)
-    return ServiceLost(str(explained)) if type(explained) is RlhfError else explained
+    if isinstance(explained, ServiceLost) or not is_break(error):
+        return explained
+    # gRPC's own texts, such as "Internal error from Core", do not say that a connection broke.
+    said = str(explained).removeprefix(f"{where}: ")
+    return ServiceLost(f"{where}: cannot be reached or died: {said}")
 
 
-def _unreadable(error: DecodeError, where: str) -> RlhfError:
+def unreadable(error: DecodeError, where: str) -> RlhfError:
+    """Makes the error of a call whose response is no message of its type, as of a server that is not ours."""
     return RlhfError(f"{where}: the answer cannot be read: {error}")

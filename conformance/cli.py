@@ -98,7 +98,9 @@ def read_rows(path: Path) -> list[Row]:
     except (ValueError, TypeError, AttributeError, json_format.ParseError) as error:
         raise ConfigError(f"--rows {path}: {error}") from error
     if len(rows) < 2:
-        raise ConfigError(f"--rows {path}: {len(rows)} rows; two are needed to see their order")
+        raise ConfigError(
+            f"--rows {path}: {len(rows)} row{'s' * (len(rows) != 1)}; two are needed to see their order"
+        )
     return rows
 
 

@@ -25,7 +25,7 @@ from controller.quickstart import build_quickstart, load_quickstart
 from controller.tracking.report import write_report
 from controller.training.algorithm import Algorithm
 from controller.training.environment import environment_factory
-from reports.units import figure_text, percent_text
+from reports.units import counted, figure_text, percent_text
 from rlhf.addresses import address_host, is_loopback
 from rlhf.errors import ConfigError
 from rlhf.stacks import dump_on_signal
@@ -278,7 +278,7 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
     check_listening(config)
     missing = missing_models(config) if has_data else {}
     for name, table in config.services.items():
-        ranks = "1 rank" if table.ranks == 1 else f"{table.ranks} ranks"
+        ranks = counted(table.ranks, "rank")
         starts = launch and not table.external
         if name in missing and starts:
             raise ConfigError(missing[name])
@@ -298,7 +298,7 @@ def _headline(summary: Mapping[str, Any]) -> str:
     before, after = summary[f"{name}_before"], summary[f"{name}_after"]
     text = percent_text if name == "accuracy" else figure_text
     shown, steps = {"reward": "mean reward"}.get(name, name), summary["steps"]
-    return f"held-out {shown}: {text(before)} before, {text(after)} after {steps} step{'s' * (steps != 1)}"
+    return f"held-out {shown}: {text(before)} before, {text(after)} after {counted(steps, 'step')}"
 
 
 if __name__ == "__main__":

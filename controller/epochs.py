@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from controller.config.checks import check_best
 from controller.config.config import Config
+from reports.units import counted
 from rlhf.errors import ConfigError
 
 
@@ -35,6 +36,6 @@ def steps_of_epochs(config: Config, num_rows: int) -> str:
     if config.run.epochs is None:
         return ""
     return (
-        f"run.epochs {config.run.epochs}: {config.run.steps} steps of {config.data.prompts_per_step} prompts, from "
-        f"{num_rows} training rows"
+        f"run.epochs {config.run.epochs}: {counted(config.run.steps, 'step')} of "
+        f"{counted(config.data.prompts_per_step, 'prompt')}, from {counted(num_rows, 'training row')}"
     )

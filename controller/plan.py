@@ -30,6 +30,7 @@ from controller.tracking.run_directory import read_json
 from controller.tracking.traces import check_traces
 from controller.tracking.trackers import find_trackers
 from controller.training.algorithm import Algorithm
+from reports.units import counted
 from rlhf.errors import ConfigError
 from settings.strict import read_toml, validate
 
@@ -178,6 +179,6 @@ def _check_unfinished(point: ResumePoint, config: Config) -> None:
     if point.step >= config.run.steps:
         key = "steps" if config.run.epochs is None else "epochs"
         raise ConfigError(
-            f"{point.run_dir}: the run has ended after its {point.step} steps; --set run.{key}=NUMBER, with a larger "
-            "number, goes on"
+            f"{point.run_dir}: the run has ended after its {counted(point.step, 'step')}; --set run.{key}=NUMBER, "
+            "with a larger number, goes on"
         )

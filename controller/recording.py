@@ -64,6 +64,8 @@ def recording(
         opened.enter_context(trackers)
         if config.tracking.opentelemetry:
             observers.append(opened.enter_context(Traces(run, progress.message)))
+        # Trackers are told before the exit of the traces, so that both are waited for at the same time.
+        opened.push(trackers.end)
         recorder = opened.enter_context(Recorder(directory, progress, identity, observers=observers))
         opened.enter_context(recorder.following(cluster.running, cluster.memory))
         yield recorder

@@ -31,6 +31,7 @@ from deploy.profiling import request_traces
 from deploy.stacks import print_stacks, running_ranks
 from deploy.state import Deployment
 from deploy.supervisor import Supervisor, service_names
+from reports.units import counted
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopt
 from settings.commands import Commands, address_given, set_option
@@ -229,7 +230,9 @@ def check(
     report = predict_memory(loaded, names, None if memory_gb is None else int(memory_gb * GB), ranks)
     if report.services:
         rows = next(iter(report.services.values())).rows
-        Console(width=TABLE_WIDTH, highlight=False).print(memory_table(report))
+        # Names of services are shown as they are, also those that rich would read as markup.
+        console = Console(width=TABLE_WIDTH, highlight=False, markup=False, emoji=False)
+        console.print(memory_table(report))
         click.echo(f"for rows of {rows.prompt_tokens} + {rows.response_tokens} tokens; docs/memory.md")
     if report.misfits:
         raise RlhfError("; ".join(report.misfits))
@@ -331,7 +334,7 @@ def profile_calls(
     directory = (out or loaded.run.directory / "traces").resolve()
     address = loaded.services[service].address
     for rank, (where, path) in enumerate(request_traces(service, address, directory, calls)):
-        click.echo(f"{service} rank {rank} at {where}: {path}, after {calls} calls")
+        click.echo(f"{service} rank {rank} at {where}: {path}, after {counted(calls, 'call')}")
 
 
 def _load(path: Path, settings: tuple[str, ...]) -> Config:

@@ -50,7 +50,7 @@ def explain_exit(ended: Mapping[int, int], ranks: int, log: Path, since: int = 0
 def evidence(log: Path, since: int = 0) -> str:
     """Returns the text `: LAST LINE (log: PATH)`, with the last line of the log that is neither empty nor says that the
     service is ready, cut to `_LINE_LIMIT` characters; ` (log: PATH)` where the log has no such line after its first
-    `since` bytes, or cannot be read."""
+    `since` bytes, or cannot be read. Says also where the disk of the log is full."""
     return _evidence(_tail(log, since), log)
 
 
@@ -129,15 +129,24 @@ class _LogReader:
 
 def _evidence(lines: list[str], log: Path) -> str:
     own = [line for line in lines if line and not line.startswith(READY)]
-    last = f": {own[-1][:_LINE_LIMIT]}" if own else ""
-    return f"{last} (log: {log})"
+    last = f": {own[-1].lstrip()[:_LINE_LIMIT]}" if own else ""
+    return f"{last} (log: {log}{', whose disk is full' if _is_disk_full(log) else ''})"
+
+
+def _is_disk_full(log: Path) -> bool:
+    """Whether nothing can be written any longer beside a log; its last lines may then be missing."""
+    try:
+        return os.statvfs(log.parent).f_bavail == 0
+    except OSError:
+        return False
 
 
 def _tail(log: Path, since: int) -> list[str]:
     try:
         with log.open("rb") as file:
             file.seek(max(since, size_of(log) - _TAIL_BYTES))
-            return [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+            # Of bytes, since a text ends lines at further characters, which a peer may have sent.
+            return [line.decode(errors="replace").rstrip() for line in file.read().splitlines()]
     except OSError:
         return []
 

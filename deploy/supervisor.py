@@ -20,6 +20,7 @@ from deploy.logs import evidence, explain_exit, size_of
 from deploy.peers import PeerWatch
 from deploy.service import StartedService
 from deploy.state import Deployment
+from reports.units import counted
 from rlhf.errors import ConfigError, DeadlineExceeded, RlhfError, ServiceLost
 from rlhf.rendezvous import RANK_0, LocalRendezvous, rank_environment
 from settings.service import ServiceTable
@@ -228,4 +229,4 @@ def _ranks(table: ServiceTable, here: range) -> str:
     if len(here) < table.ranks:
         some = f"rank {here[0]}" if len(here) == 1 else f"ranks {here[0]} to {here[-1]}"
         return f"{some} of {table.ranks}"
-    return "1 rank" if table.ranks == 1 else f"{table.ranks} ranks"
+    return counted(table.ranks, "rank")

@@ -9,7 +9,7 @@ from loadtest.table import PERCENTILES, capacity_text, level_text, ramp_text, ti
 from reports.axes import Axis, linear_axis, log_axis
 from reports.charts import Mark, Series, line_chart
 from reports.page import card, escape, page, table
-from reports.units import rate_text, seconds_text
+from reports.units import counted, rate_text, seconds_text
 
 Json = Mapping[str, Any]
 
@@ -41,7 +41,7 @@ def _header(result: Json, closed: bool) -> str:
     settings, steps = result["settings"], result["steps"]
     loop = "closed loop" if closed else f"open loop, {settings['arrivals']} arrivals"
     lines = [
-        f"{result['service']['method']} at {settings['target']}: {loop}, {settings['rows']} rows per call"
+        f"{result['service']['method']} at {settings['target']}: {loop}, {counted(settings['rows'], 'row')} per call"
     ]
     if result["knee"]:
         lines.append(f"knee: {ramp_text(result['knee'], closed)}")

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reports.units import rate_text, seconds_text
+from reports.units import counted, rate_text, seconds_text
 
 Json = Mapping[str, Any]
 
@@ -17,9 +17,10 @@ PERCENTILES = ("mean", "p50", "p90", "p99", "p99.9", "max")
 
 
 def console() -> Console:
-    """Returns a console for standard output; where that is no terminal, it is 120 columns wide."""
-    shown = Console()
-    return shown if shown.is_terminal else Console(width=120)
+    """Returns a console for standard output, which shows texts as they are, without markup; where standard output is
+    no terminal, it is 120 columns wide."""
+    shown = Console(markup=False, emoji=False)
+    return shown if shown.is_terminal else Console(width=120, markup=False, emoji=False)
 
 
 def progress_line(step: Json, closed: bool) -> str:
@@ -31,14 +32,14 @@ def progress_line(step: Json, closed: bool) -> str:
     errors = sum(step["errors"].values())
     return (
         f"{level_text(step, closed)}: {rate_text(step['throughput_per_s'])}/s, {told}"
-        + (f", {errors} errors" if errors else "")
+        + (f", {counted(errors, 'error')}" if errors else "")
         + ("" if step["sustained"] else ", not sustained")
     )
 
 
 def level_text(step: Json, closed: bool) -> str:
     """Returns the load of a step as text: callers of a closed loop, or calls per second."""
-    return f"{step['level']:g} callers" if closed else f"{step['level']:g}/s offered"
+    return counted(step["level"], "caller") if closed else f"{step['level']:g}/s offered"
 
 
 def report(result: Json) -> RenderableType:
@@ -46,7 +47,7 @@ def report(result: Json) -> RenderableType:
     settings, closed = result["settings"], result["settings"]["arrivals"] == "closed"
     steps = result["steps"]
     loop = "closed loop" if closed else f"open loop, {settings['arrivals']}"
-    title = f"{result['service']['method'][1:]} at {settings['target']} ({loop}, {settings['rows']} rows)"
+    title = f"{result['service']['method'][1:]} at {settings['target']} ({loop}, {counted(settings['rows'], 'row')})"
     parts: list[RenderableType] = [_levels(steps, closed, title)]
     if len(steps) == 1:
         parts.append(_parts(steps[0]))
@@ -126,5 +127,5 @@ def capacity_text(result: Json, closed: bool) -> str:
 
 def ramp_text(level: Json, closed: bool) -> str:
     """Returns a level of a ramp as text: load, throughput and mean latency."""
-    offered = f"{level['level']:g} {'callers' if closed else 'calls/s'}"
+    offered = counted(level["level"], "caller") if closed else f"{level['level']:g} calls/s"
     return f"{offered}: {rate_text(level['throughput'])}/s answered, mean {seconds_text(level['latency_s'])}"

@@ -14,6 +14,12 @@ def bytes_text(num_bytes: float) -> str:
     return f"{value:.{0 if power == 0 or value >= 100 else 1}f} {_UNITS[power]}"
 
 
+def counted(number: float, noun: str) -> str:
+    """Formats a number of things with their noun in the singular or plural: "1 rank", "2 ranks"."""
+    shown = f"{number:g}" if isinstance(number, float) else number
+    return f"{shown} {noun}{'' if number == 1 else 's'}"
+
+
 def duration_text(seconds: float) -> str:
     """Formats a duration in seconds, such as "4.2 s", "3 min 20 s" or "2 h 05 min"."""
     if seconds < 60:

@@ -12,6 +12,7 @@ from controller.config.data import DataTable
 from controller.config.devices import check_names
 from controller.config.rollout import RolloutTable
 from controller.config.run import RunTable
+from reports.units import counted
 from rlhf.addresses import spelled_out
 from settings.actor import ActorTable
 from settings.critic import CriticTable
@@ -34,7 +35,8 @@ def check_pools(services: Services, pools: Mapping[str, Sequence[str]]) -> None:
             raise ValueError(f"services.{name}.pool: no pool {table.pool!r}; known: {known}")
         if table.pool and len(pools[table.pool]) < table.ranks:
             raise ValueError(
-                f"services.{name}.pool: {table.pool!r} has {len(pools[table.pool])} devices for {table.ranks} ranks"
+                f"services.{name}.pool: {table.pool!r} has {counted(len(pools[table.pool]), 'device')} for "
+                f"{counted(table.ranks, 'rank')}"
             )
 
 
@@ -106,8 +108,8 @@ def check_batch(
     size = algorithm.mini_batch_size
     if rows % size:
         raise ValueError(
-            f"algorithm.mini_batch_size: {size} does not divide the {rows} rows of a step (data.prompts_per_step "
-            f"{data.prompts_per_step} x rollout.samples_per_prompt {rollout.samples_per_prompt})"
+            f"algorithm.mini_batch_size: {size} does not divide the {counted(rows, 'row')} of a step "
+            f"(data.prompts_per_step {data.prompts_per_step} x rollout.samples_per_prompt {rollout.samples_per_prompt})"
         )
     for name, table in services.items():
         if size % table.mini_batch_parts:

@@ -56,7 +56,8 @@ class RunTable(Strict):
     """Distributes sequences over data ranks by their estimated cost. false: by their number; where an update has
     several mini-batches, these then have other rows, so that results differ."""
     call_timeout_s: Seconds = 600.0
-    """Timeout of a call, in seconds, from when it is sent; a call that exceeds it ends the run, see docs/runs.md."""
+    """Timeout of a call, in seconds, from when it is sent; a call that exceeds it ends the run, see docs/runs.md. Below
+    13, the calls of a reward whose process is stopped exceed it before the reward counts as lost and is replaced."""
     save_timeout_s: Seconds = 3600.0
     """Timeout, in seconds, of calls that save, export or load a model, as at the start of a run."""
     connect_timeout_s: Seconds = 60.0

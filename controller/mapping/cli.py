@@ -315,7 +315,8 @@ def _workload(config: Config, prompts: str | None, responses: str | None) -> Wor
 
 def _console() -> Console:
     is_terminal = sys.stdout.isatty()
-    return Console(width=None if is_terminal else 200, soft_wrap=not is_terminal)
+    # Names of services and devices are shown as they are, also those that rich would read as markup.
+    return Console(width=None if is_terminal else 200, soft_wrap=not is_terminal, markup=False, emoji=False)
 
 
 def _write(path: Path, text: str) -> None:

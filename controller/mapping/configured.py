@@ -14,6 +14,7 @@ from controller.mapping.problem import Model, Problem
 from controller.mapping.search import MappedPlan, Pool
 from controller.mapping.simulate import Site, rows_together
 from controller.mapping.workload import Workload
+from reports.units import counted
 from rlhf.errors import ConfigError
 from settings.memory.generation import cache_bytes_per_token
 from settings.memory.services import NotPredicted, service_use
@@ -99,7 +100,9 @@ def described_plan(config: Config, problem: Problem, group: DeviceGroup) -> Mapp
         )
         pools.append(Pool(tuple(models), 0, count, options))
     if total > group.count:
-        raise ConfigError(f"services are on {total} devices, and {group.count} are given")
+        raise ConfigError(
+            f"services are on {counted(total, 'device')}, more than the {group.count} that are given"
+        )
     return MappedPlan(tuple(pools), problem.ahead)
 
 

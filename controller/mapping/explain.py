@@ -13,7 +13,7 @@ from controller.mapping.problem import Model, Problem
 from controller.mapping.report import layout_text
 from controller.mapping.search import MappedPlan
 from controller.mapping.simulate import Site
-from reports.units import seconds_text
+from reports.units import counted, seconds_text
 
 MOST_DEVICES = 256
 """Most devices for which a fit is looked for; beyond, one search takes minutes."""
@@ -49,7 +49,7 @@ def comparison(problem: Problem, given: MappedPlan, best: MappedPlan) -> list[st
             word = "longer" if lost > 0 else "shorter"
             lines.append(
                 f"{name}: {seconds_text(abs(lost))} {word}; it waits for {pool_name(problem, slowest)} on "
-                f"{slowest.count} devices"
+                f"{counted(slowest.count, 'device')}"
             )
     losses = sorted(_services(problem, given, best), reverse=True)
     return lines + [text for lost, text in losses if abs(lost) > 0.005 * best.cost]
@@ -67,7 +67,7 @@ def _services(problem: Problem, given: MappedPlan, best: MappedPlan) -> list[tup
             (
                 lost,
                 f"{model.name}: {seconds_text(abs(lost))} {'longer' if lost > 0 else 'shorter'} as {layout} on "
-                f"{pool.count} devices than as {best_layout} on {best_pool.count}",
+                f"{counted(pool.count, 'device')} than as {best_layout} on {best_pool.count}",
             )
         )
     return found

@@ -30,7 +30,7 @@ from controller.training.run import Run, wants_text
 from controller.training.step import Step
 from nccl_transfer.refs.batch import lengths_of
 from nccl_transfer.refs.columns import Jagged
-from reports.units import seconds_text
+from reports.units import counted, seconds_text
 from rlhf.errors import ConfigError, RlhfError
 
 REPEATS = 5
@@ -92,7 +92,7 @@ def probe_services(
     when = time.strftime("%Y-%m-%d", time.gmtime())
     source = (
         f"Measured by rlhf-map probe on {when}, {cpus or 'CPU not known'}, {described[0].version}: {algorithm.name}, "
-        f"{calls[0].workload.rows} rows"
+        f"{counted(calls[0].workload.rows, 'row')}"
     )
     return Probed(group, calls, calibrate(group, calls), source)
 

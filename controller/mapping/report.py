@@ -14,7 +14,7 @@ from controller.mapping.problem import Problem
 from controller.mapping.search import MappedPlan
 from reports import svg
 from reports.page import card, page
-from reports.units import seconds_text
+from reports.units import counted, seconds_text
 
 WIDTH, ROW, TOP = 900, 30, 34
 """Sizes of the picture: its width, the height of a service, and that of the stages' names."""
@@ -67,7 +67,7 @@ def generation_text(problem: Problem, option: Option) -> str:
     if use.rollout is None or not use.generates:
         return ""
     length = rows.prompt_tokens + rows.response_tokens
-    together = f"{use.rollout.cache_tokens // length} rows"
+    together = counted(use.rollout.cache_tokens // length, "row")
     return f"{generation_mesh(use)}, {together}" if use.engine == "3d" else together
 
 

@@ -13,6 +13,7 @@ from controller.role_groups.codec import BatchCodec
 from nccl_transfer.refs.batch import Batch, Column, LocalColumn, lengths_of
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.plans import Relay
+from reports.units import counted
 from rlhf.contract import Method
 from rlhf.errors import InvalidRequest, RewardFailed, one_line
 from rlhf.v1 import common_pb2, reward_pb2
@@ -62,7 +63,9 @@ class RewardCodec(BatchCodec):
             return super().rows_of(method, responses, sizes)
         for rank, rows, response in zip(self._ranks, sizes, responses, strict=True):
             if len(response.scores) != rows:
-                raise RewardFailed(f"{rank}: {len(response.scores)} verdicts for {rows} rows")
+                raise RewardFailed(
+                    f"{rank}: {counted(len(response.scores), 'verdict')} for {counted(rows, 'row')}"
+                )
         scores = [score for response in responses for score in response.scores]
         errors = [failure_of(score) for score in scores]
         return Batch.of(rewards=rewards_of(scores, self._service), reward_errors=errors)
@@ -157,7 +160,9 @@ def not_scored(name: str, causes: Mapping[int, str], rows: int) -> RewardFailed:
     """
     row, cause = next(iter(causes.items()))
     told = one_line(cause.replace("\n", " "))
-    return RewardFailed(f"{name}: {len(causes)} of {rows} rows could not be scored; row {row}: {told}")
+    return RewardFailed(
+        f"{name}: {len(causes)} of {counted(rows, 'row')} could not be scored; row {row}: {told}"
+    )
 
 
 def first_causes(columns: Sequence[Column]) -> Column:

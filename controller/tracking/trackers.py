@@ -114,6 +114,7 @@ class TrackerFeed:
         self._run, self._config, self._done = run, config, done
         self._say, self._started = say, started
         self._waiting: queue.Queue[_Record | _End] = queue.Queue(MAX_WAITING)
+        self._end: _End | None = None
         self._last_step = -1
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -126,10 +127,18 @@ class TrackerFeed:
             self._trouble("is too slow, and records are dropped")
             self.delivery.dropped += 1
 
-    def close(self, end: _End, deadline_s: float) -> None:
-        """Passes on the end of the run, and waits for the tracker until a time of `time.monotonic`."""
+    def end(self, end: _End) -> None:
+        """Passes on the end of the run, at once or, where the tracker is too far behind, in `close`."""
         try:
-            self._waiting.put(end, timeout=max(0.0, deadline_s - time.monotonic()))
+            self._waiting.put_nowait(end)
+        except queue.Full:
+            self._end = end
+
+    def close(self, deadline_s: float) -> None:
+        """Waits for the tracker, after `end`, until a time of `time.monotonic`."""
+        try:
+            if self._end:
+                self._waiting.put(self._end, timeout=max(0.0, deadline_s - time.monotonic()))
         except queue.Full:
             pass
         else:
@@ -208,7 +217,7 @@ class TrackerFeed:
 
 class Trackers(Observer):
     """Context manager that passes the records of a run to its trackers, which never slow, stop or change the run. On
-    exit it waits up to `END_S` for them.
+    exit it waits up to `END_S` for them, from `end` on, if that was called.
 
     Args:
         kinds: Classes of the trackers by name, from `find_trackers`.
@@ -230,6 +239,7 @@ class Trackers(Observer):
         self._directory = directory
         self._lock = threading.Lock()
         self._summary: Mapping[str, Any] = {}
+        self._ends_s: float | None = None
         self._known: dict[str, Any] = {}
         if kinds:
             try:
@@ -256,18 +266,27 @@ class Trackers(Observer):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        status: Status = "finished"
-        if kind is not None:
-            status = "stopped" if issubclass(kind, KeyboardInterrupt | GeneratorExit) else "failed"
-        deadline_s = time.monotonic() + END_S
+        if self._ends_s is None:
+            self.end(kind)
+        assert self._ends_s is not None, "set by `end`"
         for feed in self._feeds.values():
-            feed.close(_End(status, self._summary), deadline_s)
+            feed.close(self._ends_s)
         if self._feeds:
             # A directory that cannot be written to is reported by what the run itself writes.
             with contextlib.suppress(RlhfError):
                 self._write(
                     {name: {"id": feed.id, **vars(feed.delivery)} for name, feed in self._feeds.items()}
                 )
+
+    def end(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Tells the trackers that the run has ended, without waiting for them; nothing may be recorded after that.
+        Arguments are those of `__exit__`."""
+        status: Status = "finished"
+        if kind is not None:
+            status = "stopped" if issubclass(kind, KeyboardInterrupt | GeneratorExit) else "failed"
+        for feed in self._feeds.values():
+            feed.end(_End(status, self._summary))
+        self._ends_s = time.monotonic() + END_S
 
     @property
     def deliveries(self) -> dict[str, Delivery]:

@@ -129,7 +129,7 @@ def main(data: Path | None, out: Path, seed: int, settings: tuple[str, ...]) -> 
     data = data or _download()
     if not data.is_file():
         raise click.ClickException(f"--data {data}: no such file")
-    started = time.time()
+    started = time.monotonic()
     directory = out / time.strftime("pipeline-%Y%m%d-%H%M%S")
     directory.mkdir(parents=True)
     pipeline = Pipeline(directory, _by_stage(settings))
@@ -137,10 +137,10 @@ def main(data: Path | None, out: Path, seed: int, settings: tuple[str, ...]) -> 
     pipeline.prepare(data, seed)
     for number, stage in enumerate(STAGES, 1):
         click.echo(
-            f"stage {number} of {len(STAGES)}: {stage.algorithm} ({time.time() - started:.0f} s so far)"
+            f"stage {number} of {len(STAGES)}: {stage.algorithm} ({time.monotonic() - started:.0f} s so far)"
         )
         pipeline.run(stage, seed)
-    summary = summarize(pipeline.runs, time.time() - started)
+    summary = summarize(pipeline.runs, time.monotonic() - started)
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     (directory / "report.html").write_text(render(directory, pipeline.runs, summary), encoding="utf-8")
     for name, (held, text) in check(summary).items():

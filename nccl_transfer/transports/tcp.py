@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from nccl_transfer.refs.ranges import ByteRange
@@ -32,7 +33,7 @@ from nccl_transfer.transports.tcp_wire import (
     disconnect,
 )
 from rlhf.addresses import address_host
-from rlhf.errors import DeadlineExceeded, Refused, ServiceLost, TransferError, from_status
+from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost, TransferError, from_status
 from rlhf.security import current
 from rlhf.v1 import transfer_pb2 as pb
 
@@ -205,7 +206,7 @@ def _receive(connection: socket.socket, source: Endpoint, sink: Sink, deadline: 
 
     Raises:
         RlhfError: The error that the source sent.
-        TransferError: The source sent more or less than requested.
+        TransferError: The source sent more or less than requested, or bytes that are no frame.
     """
     header = memoryview(bytearray(FRAME.size))
     while True:
@@ -228,13 +229,21 @@ def _receive(connection: socket.socket, source: Endpoint, sink: Sink, deadline: 
         elif kind == ERROR and nbytes <= MAX_REQUEST_BYTES:
             text = memoryview(bytearray(nbytes))
             _fill(connection, text, source, deadline)
-            raise from_status(status_pb2.Status.FromString(bytes(text)), str(source))
+            raise _sent_error(bytes(text), source)
         elif kind == END and not sink.missing():
             return
         elif kind == END:
             raise TransferError(f"{source}: the stream ended before all bytes were sent")
         else:
             raise TransferError(f"{source}: sent a frame of kind {kind}, {nbytes} bytes long")
+
+
+def _sent_error(text: bytes, source: Endpoint) -> RlhfError:
+    """Returns the error that a source sent, or TransferError where its bytes are none."""
+    try:
+        return from_status(status_pb2.Status.FromString(text), str(source))
+    except DecodeError as error:
+        return TransferError(f"{source}: sent an error that cannot be read: {error}")
 
 
 def _fill(connection: socket.socket, target: memoryview, source: Endpoint, deadline: float) -> None:

@@ -78,9 +78,7 @@ def command(spec: RoleSpec) -> click.Command:
     )
     @set_option
     def main(config: Path, name: str, settings: tuple[str, ...]) -> None:
-        logging.basicConfig(
-            level=logging.INFO, format=f"%(asctime)s {name}/{os.environ.get('RANK', '0')} %(message)s"
-        )
+        _begin_log(f"{name}/{os.environ.get('RANK', '0')}")
         stacks.dump_on_signal()
         try:
             if not ends_with(os.getppid()):  # rlhf-deploy or torchrun
@@ -102,6 +100,21 @@ def command(spec: RoleSpec) -> click.Command:
             os._exit(2)
 
     return main
+
+
+class _LogFormatter(logging.Formatter):
+    """Indents all lines of a record but the first, as of a traceback: what a peer has said of an error, with line
+    feeds in it, does not pass for a record, nor for the line in which a rank says why it ends."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\n", "\n  ")
+
+
+def _begin_log(where: str) -> None:
+    """Makes records of this process lines on stderr, with the time and `where`."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_LogFormatter(f"%(asctime)s {where} %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def _remove_torchrun_directories() -> None:

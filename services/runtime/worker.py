@@ -3,6 +3,7 @@ in the order of calls."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -390,8 +391,9 @@ class Worker:
         """
         try:
             path = Path(directory).resolve()
-            path.exists()  # raises for a path that is too long
-        except (OSError, ValueError) as error:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                path.stat()  # raises for a path that is too long, and from Python 3.13 for a loop of links
+        except (OSError, ValueError, RuntimeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise InvalidRequest(f"directory: {directory[:MAX_SHOWN]!r} is no path: {why}") from error
         if not any(root in path.parents for root in self.output_roots):

@@ -192,6 +192,19 @@ def test_a_rank_that_is_out_of_reach_for_too_long_is_lost(monkeypatch: pytest.Mo
     run(main())
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED])
+def test_a_stream_that_breaks_with_an_error_of_grpc_alone_is_that_of_a_lost_rank(
+    code: grpc.StatusCode,
+) -> None:
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(code, nothing, nothing, "Internal error from Core")
+    broken = stream._broken(error, "actor rank 3 (127.0.0.1:1) DescribeWeights")
+    assert type(broken) is ServiceLost
+    assert str(broken) == (
+        "actor rank 3 (127.0.0.1:1) DescribeWeights: cannot be reached or died: Internal error from Core"
+    )
+
+
 def test_the_outcome_of_a_call_past_its_deadline_is_asked_for_once() -> None:
     """An update that was nearly done has committed: its controller is not to think that it failed."""
     asked: list[tuple[str, bool]] = []
@@ -265,6 +278,42 @@ def test_an_answer_that_cannot_be_read_fails_all_that_wait_on_the_stream() -> No
             for error in await asyncio.gather(start(made), start(made, "b"), return_exceptions=True):
                 assert isinstance(error, RlhfError)
                 assert "Synchronize: the answer cannot be read" in str(error)
+
+    run(main())
+
+
+def test_an_answer_of_a_unary_call_or_a_watch_that_cannot_be_read_is_an_error_of_the_rank() -> None:
+    """As of a server at a wrong address, which is not ours."""
+    describe, watch = SERVICES["worker"]["Describe"], SERVICES["worker"]["Watch"]
+
+    async def main() -> None:
+        server = grpc.aio.server()
+
+        async def garbage(*_: Any) -> AsyncIterator[bytes]:
+            yield b"\xff"
+
+        async def one(*_: Any) -> bytes:
+            return b"\xff"
+
+        table = {
+            describe.name: grpc.unary_unary_rpc_method_handler(one),
+            watch.name: grpc.unary_stream_rpc_method_handler(garbage),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(describe.service, table),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        made = RankClient("reward", 0, f"127.0.0.1:{port}")
+        try:
+            with pytest.raises(
+                RlhfError, match=r"^reward rank 0 \(\S+\) Describe: the answer cannot be read"
+            ) as raised:
+                await made.reach(describe, worker_pb2.DescribeRequest(), SOON_S)
+            assert raised.value.called == "reward"
+            with pytest.raises(RlhfError, match=r"^reward rank 0 \(\S+\) Watch: the answer cannot be read"):
+                _ = [each async for each in made.stream(watch, worker_pb2.WatchRequest())]
+        finally:
+            await made.close()
+            await server.stop(None)
 
     run(main())
 

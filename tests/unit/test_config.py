@@ -258,7 +258,7 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
         ("services.actor.advertise_host='[::]'", r"services\.actor\.advertise_host: .* can connect to"),
         ("services.actor.advertise_host='n:1'", r"services\.actor\.advertise_host: .*host alone"),
         ("services.actor.advertise_host='0.0.0.0'", r"services\.actor\.advertise_host: .* can connect to"),
-        ("pools.one=['cpu:0']\nservices.actor.pool='one'", r"'one' has 1 devices for 2 ranks"),
+        ("pools.one=['cpu:0']\nservices.actor.pool='one'", r"'one' has 1 device for 2 ranks"),
         (
             "algorithm.rollout_correction='mask'\nalgorithm.recompute_log_probs=false",
             r"rollout_correction: needs recompute_log_probs",

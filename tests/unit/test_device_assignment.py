@@ -175,7 +175,7 @@ def test_gpus_that_a_service_cannot_have_are_refused_before_the_start(
         ),
         ("['a/cuda:07','x']", r"'a/cuda:07' is not a valid name of a GPU; use gpu:7 .* HOST/gpu:7 if"),
         ("['gpu:0','second']", r"pools.left: 'gpu:0' is the name of a GPU and 'second' is not"),
-        ("['gpu:0']", r"services.actor.pool: 'left' has 1 devices for 2 ranks"),
+        ("['gpu:0']", r"services.actor.pool: 'left' has 1 device for 2 ranks"),
     ],
 )
 def test_names_that_are_almost_gpus_are_refused(devices: str, said: str) -> None:

@@ -337,6 +337,16 @@ def test_a_directory_that_is_no_path_is_refused() -> None:
         assert len(str(told.value)) < 500
 
 
+def test_a_directory_in_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    worker = Reference(TABLE, Ranks(0, 1, 1))
+    worker.output_roots = (tmp_path.resolve(),)
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for directory in (tmp_path / "a", tmp_path / "a" / "step-1"):
+        with pytest.raises(InvalidRequest, match=rf"^directory: '{directory}' is no path: "):
+            worker.output_path(str(directory))
+
+
 def test_texts_are_tokenized_as_by_the_tokenizer_unless_one_is_longer_than_any_that_fits(
     process_group: None, tiny_llama_dir: Path
 ) -> None:

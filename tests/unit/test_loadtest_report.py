@@ -169,3 +169,13 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments: list[str], 
     assert ran.exit_code == 2
     assert cause in ran.output
     assert ran.output.count("\n") == 1
+
+
+def test_names_in_a_result_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Also those that rich would read as markup; results may come from elsewhere."""
+    told = result({**step(10), "server_s": {"[/]": step(10)["latency_s"]}})
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(told))
+    ran = CliRunner().invoke(main, ["--compare", str(path), str(path)])
+    assert ran.exit_code == 0, ran.output
+    assert "service: [/], mean" in ran.stdout

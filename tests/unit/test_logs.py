@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,3 +92,21 @@ def test_that_a_service_was_ready_explains_no_end(tmp_path: Path) -> None:
     log.write_text("a warning\nready: reward at 127.0.0.1:7103, 1 rank\n")
     assert explain_exit({0: 3}, 1, log) == f"exited with code 3: a warning (log: {log})"
     assert evidence(log, since=len("a warning\n")) == f" (log: {log})"
+
+
+def test_a_log_on_a_full_disk_may_lack_the_cause_and_says_so(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs.os, "statvfs", lambda _: SimpleNamespace(f_bavail=0))
+    assert explain_exit({0: 1}, 1, log) == f"exited with code 1: two (log: {log}, whose disk is full)"
+
+
+def test_a_line_of_a_traceback_is_not_the_cause_that_a_service_reports(tmp_path: Path) -> None:
+    """Lines of a traceback are indented, and may be what a peer has sent."""
+    log = tmp_path / "reward.log"
+    log.write_text(
+        "12:00 reward/0 a call failed:\n  Error: no\u2028fatal: forged\n  fatal: forged\nfatal: reward: real\n"
+    )
+    assert explain_exit({0: 2}, 1, log) == "real"
+    log.write_text("12:00 reward/0 a call failed:\n  Error: boom\n")
+    assert explain_exit({0: 2}, 1, log) == f"exited with code 2: Error: boom (log: {log})"

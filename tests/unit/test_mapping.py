@@ -430,7 +430,7 @@ def test_explain_says_what_a_worse_plan_loses(config_file: Path) -> None:
     ran = rlhf_map("explain", config_file, "--devices", "A100-80GB:16", *settings)
     assert ran.exit_code == 1
     assert re.search(r"critic needs .* GB on a device of 80.00 GB, .* GB too much", ran.output)
-    assert re.search(r"critic: .* longer as fsdp on 1 devices than as ", ran.output)
+    assert re.search(r"critic: .* longer as fsdp on 1 device than as ", ran.output)
 
 
 def test_a_mixture_of_experts_is_placed_in_engine_fsdp_and_computes_with_the_experts_of_a_token(
@@ -533,6 +533,17 @@ def test_wrong_input_is_refused_in_a_line(config_file: Path, arguments: tuple[st
     assert ran.exit_code == 2
     assert ran.stderr.count("\n") == 1
     assert text in ran.stderr
+
+
+def test_names_are_shown_as_they_are_given(config_file: Path) -> None:
+    """Also those that rich would read as markup."""
+    table = config_file.with_name("devices.toml")
+    rates = built_in_devices()["A100-80GB"].model_dump(exclude_none=True)
+    table.write_text(tomli_w.dumps({"[/]": rates, "[red]A": rates}))
+    for kind in ("[/]", "[red]A"):
+        ran = rlhf_map("find", config_file, "--devices", f"{kind}:8", "--table", table)
+        assert ran.exit_code == 0, ran.output
+        assert f"8 {kind}" in ran.stdout
 
 
 def test_rewards_that_are_functions_take_no_devices(config_file: Path) -> None:

@@ -8,6 +8,8 @@ import grpc
 
 from client.outage import RECONNECT_S, SILENT_S, Outage
 from client.stream import _broken
+from controller.config.run import RunTable
+from rlhf.contract import CHANNEL_OPTIONS
 from rlhf.errors import ServiceLost
 
 
@@ -40,3 +42,10 @@ def test_a_rank_that_answered_no_ping_is_told_as_one_that_is_silent() -> None:
         "actor rank 1 (127.0.0.1:1) UpdateActor: no answer, not even to pings: its process is stopped, "
         "or its host cut off"
     )
+
+
+def test_a_stopped_process_is_lost_after_the_time_that_call_timeout_s_is_compared_with() -> None:
+    options = dict(CHANNEL_OPTIONS)
+    silent_s = (options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"]) / 1000
+    described = RunTable.model_fields["call_timeout_s"].description or ""
+    assert f"Below {silent_s + SILENT_S:g}," in described.replace("\n", " ")

@@ -139,7 +139,7 @@ def one_address() -> Config:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (too_small, "services.actor.pool: 'first' has 1 devices for 2 ranks"),
+        (too_small, "services.actor.pool: 'first' has 1 device for 2 ranks"),
         (two_pools, "pools.first: there are two pools of this name"),
         (two_services, "services.reward: there are two services of this name"),
         (one_address, "services.cost.address: 127.0.0.1:7104 is taken by services.reward"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reports.axes import linear_axis, log_axis, nice_ticks, step_axis, tick_label
 from reports.charts import Bar, Point, Series, bar_chart, line_chart, thin
 from reports.page import card, page, table
-from reports.units import bytes_text, duration_text, rate_text, seconds_text
+from reports.units import bytes_text, counted, duration_text, rate_text, seconds_text
 
 
 def drawn(points: Sequence[Point]) -> str:
@@ -156,3 +156,10 @@ def test_a_table_without_a_head_names_its_rows() -> None:
     row = ElementTree.fromstring(table([], [["name", "value"]])).find(".//tr")
     assert row is not None
     assert [(cell.tag, cell.text) for cell in row] == [("th", "name"), ("td", "value")]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 rows"), (1, "1 row"), (1.0, "1 row"), (2.5, "2.5 rows"), (64, "64 rows")]
+)
+def test_a_number_of_things(number: float, text: str) -> None:
+    assert counted(number, "row") == text

@@ -10,6 +10,8 @@ import time
 
 import numpy as np
 import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 from nccl_transfer.refs.ranges import ByteRange
 from nccl_transfer.refs.shards import Endpoint, Shard
@@ -17,8 +19,8 @@ from nccl_transfer.store.store import Lease, TensorStore
 from nccl_transfer.transports import tcp
 from nccl_transfer.transports.tcp import TcpReader
 from nccl_transfer.transports.tcp_source import TcpSource
-from nccl_transfer.transports.tcp_wire import ADVERT
-from rlhf.errors import DeadlineExceeded, Refused, ServiceLost
+from nccl_transfer.transports.tcp_wire import ADVERT, ERROR, FRAME
+from rlhf.errors import DOMAIN, DeadlineExceeded, Refused, ServiceLost, TransferError
 
 NOWHERE = Endpoint("127.0.0.1:1", adverts={"tcp": ADVERT.pack(1, bytes(16))})
 connect = socket.create_connection
@@ -86,3 +88,32 @@ def test_a_deadline_that_passes_while_a_source_is_connected_to_is_exceeded(
     monkeypatch.setattr(tcp.socket, "create_connection", silent)
     with contextlib.closing(TcpReader()) as reader, pytest.raises(DeadlineExceeded):
         reader.read(NOWHERE, of(NOWHERE), time.monotonic() + 0.2)
+
+
+def _broken_detail() -> bytes:
+    """A status whose ErrorInfo cannot be parsed."""
+    detail = any_pb2.Any(type_url=f"type.googleapis.com/{error_details_pb2.ErrorInfo.DESCRIPTOR.full_name}")
+    detail.value = DOMAIN.encode()
+    return status_pb2.Status(code=13, message="lost", details=[detail]).SerializeToString()
+
+
+@pytest.mark.parametrize("sent", [b"\xff", _broken_detail()], ids=["no status", "a detail that is none"])
+def test_an_error_of_a_source_that_cannot_be_read_is_an_error_of_the_transfer(sent: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(FRAME.pack(ERROR, len(sent)) + sent)
+                connection.recv(1 << 16)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        source = Endpoint(f"127.0.0.1:{port}", adverts={"tcp": ADVERT.pack(port, bytes(16))})
+        with (
+            contextlib.closing(TcpReader()) as reader,
+            pytest.raises(TransferError, match=r"127.0.0.1:\d+: sent an error that cannot be read"),
+        ):
+            reader.read(source, of(source), time.monotonic() + 10)
+        answering.join()

@@ -12,12 +12,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
 
+from controller import recording
 from controller.config.tracking import TrackingTable
 from controller.role_groups.dataflow import CallRecord
 from controller.tracking import trackers as trackers_module
@@ -264,6 +265,61 @@ def test_a_stuck_tracker_holds_up_neither_the_run_nor_its_end(
     assert "tracker stuck: is too slow, and records are dropped; the run continues, and" in said[0]
     assert "tracker stuck: did not end within 0.5 s; 3 records were waiting" in said
     assert json.loads((tmp_path / TRACKERS_FILE).read_text())["stuck"]["dropped"] >= 4
+
+
+def test_a_tracker_ends_beside_a_stuck_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remembering: type[Remembering]
+) -> None:
+    monkeypatch.setattr(trackers_module, "END_S", 0.5)
+    Stuck.free.clear()
+    said: list[str] = []
+    record(
+        tmp_path, tracked(tmp_path, {"stuck": Stuck, "mine": remembering}, said), range(1, 3), summary=False
+    )
+    Stuck.free.set()
+    assert remembering.calls[-1][:2] == ("end", "finished")
+    assert [line for line in said if "did not end" in line] == [
+        "tracker stuck: did not end within 0.5 s; 2 records were waiting"
+    ]
+
+
+def test_trackers_are_told_the_end_before_the_collector_of_traces_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remembering: type[Remembering]
+) -> None:
+    """The end of a run waits for both at the same time."""
+    told: list[bool] = []
+
+    class SlowTraces(Observer):
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __enter__(self) -> Observer:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            deadline = time.monotonic() + TIMEOUT_S / 2
+            while remembering.calls[-1] != ("end", "failed", {}) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            told.append(remembering.calls[-1] == ("end", "failed", {}))
+
+    monkeypatch.setattr(recording, "Traces", SlowTraces)
+    monkeypatch.setattr(recording, "find_trackers", lambda _: {"mine": remembering})
+    plan = SimpleNamespace(
+        identity=SimpleNamespace(algorithm="ppo"),
+        algorithm=SimpleNamespace(resolved=lambda _: CONFIG),
+        resumes=None,
+    )
+    config = SimpleNamespace(tracking=TrackingTable(opentelemetry=True))
+    cluster = SimpleNamespace(running=dict, memory=dict)
+
+    def run() -> None:
+        directory, progress = RunDirectory(tmp_path), Progress(Console(file=StringIO()))
+        with recording.recording(plan, config, cluster, directory, progress, {}, None):  # type: ignore[arg-type]
+            raise RlhfError("lost")
+
+    with pytest.raises(RlhfError, match="lost"):
+        run()
+    assert told == [True]
 
 
 @pytest.mark.parametrize(
