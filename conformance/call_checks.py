@@ -38,8 +38,11 @@ def check_concurrency(target: RewardTarget) -> str:
 
 
 def check_unknown_method(target: RewardTarget) -> str:
-    """Checks that a call of a method that does not exist ends with UNIMPLEMENTED."""
+    """Checks that a call of a method that does not exist ends with UNIMPLEMENTED, or with PERMISSION_DENIED where the
+    server asks for tokens and knows no class of the method."""
     code = _outcome(target.method(UNKNOWN_METHOD).future(b"", timeout=target.deadline_s), target.deadline_s)
+    if code is Status.PERMISSION_DENIED:
+        return "a method that does not exist is PERMISSION_DENIED to this token"
     if code is not Status.UNIMPLEMENTED:
         raise Violation(
             f"a method that does not exist ended with {code.name}",

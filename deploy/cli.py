@@ -169,7 +169,7 @@ def check_health(address: str) -> None:
     platform have no certificate.
     """
     answer = health.ask(address)
-    click.echo(f"{address}: {answer.state}")
+    click.echo(f"{address}: {answer.state}{f' ({answer.reason})' if answer.reason else ''}")
     if answer.state != health.SERVING:
         sys.exit(1)
 

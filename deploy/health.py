@@ -77,6 +77,8 @@ class HealthAnswer:
     """Number of ranks; None where the service does not serve Describe or is not reachable."""
     epoch: int | None = None
     """Epoch of the service; None where the service does not serve Describe or is not reachable."""
+    reason: str = ""
+    """Message of a health check that failed, as one line; empty where it was answered."""
 
 
 def ask(address: str) -> HealthAnswer:
@@ -87,7 +89,9 @@ def ask(address: str) -> HealthAnswer:
         try:
             reply = _check(channel)(health_pb2.HealthCheckRequest(), timeout=ANSWER_TIMEOUT_S)
         except grpc.RpcError as error:
-            return HealthAnswer(_STATES.get(error.code(), NOT_SERVING))  # type: ignore[attr-defined]
+            call: Any = error  # which gRPC raises as the call itself
+            state = _STATES.get(call.code(), NOT_SERVING)
+            return HealthAnswer(state, reason=one_line(call.details() or ""))
         state = SERVING if _serves(reply) else NOT_SERVING
         try:
             described = worker_pb2_grpc.WorkerServiceStub(channel).Describe(

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -18,6 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from reports.units import bytes_text, duration_text, figure_text, percent_text
+
+_KL = ("kl/mean", "actor/ref_kl")
+"""Metrics with the KL to the reference: of rewards or advantages, or of the loss."""
+_LOSS = ("dpo/loss", "reward/loss", "actor/loss")
+"""Metrics with the training loss: of dpo, reward_model and sft."""
 
 
 @dataclass
@@ -148,15 +153,19 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def figures(metrics: Mapping[str, float], first: Mapping[str, float] | None = None) -> list[str]:
-    """Returns a text for each main metric that `metrics` has: reward, KL, held-out metrics and tokens/s.
+    """Returns a text for each main metric that `metrics` has: reward, KL, held-out metrics and tokens/s, and where it
+    has neither reward nor KL, as with sft, the training loss.
 
     Args:
         metrics: Metrics by name.
         first: First values of the held-out metrics by name, which are shown before the current ones. Default: none.
     """
+    kl = _first_of(_KL, metrics)
+    loss = "" if kl or "reward/mean" in metrics else _first_of(_LOSS, metrics)
     texts: dict[str, Callable[[float], str]] = {
         "reward/mean": lambda value: f"reward {value:.3f}",
-        "kl/mean": lambda value: f"kl {figure_text(value)}",
+        kl: lambda value: f"kl {figure_text(value)}",
+        loss: lambda value: f"loss {figure_text(value)}",
         "evaluation/accuracy": lambda value: (
             f"held-out {_from('accuracy', percent_text)}{percent_text(value)}"
         ),
@@ -173,6 +182,11 @@ def figures(metrics: Mapping[str, float], first: Mapping[str, float] | None = No
         return "" if before is None or before == metrics[key] else f"{text(before)} → "
 
     return [text(metrics[key]) for key, text in texts.items() if key in metrics]
+
+
+def _first_of(names: Sequence[str], metrics: Mapping[str, float]) -> str:
+    """Returns the first of `names` that `metrics` has; empty where it has none."""
+    return next((name for name in names if name in metrics), "")
 
 
 def display(status: Status) -> RenderableType:

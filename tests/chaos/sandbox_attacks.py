@@ -116,7 +116,7 @@ def _on_run(code: str, *reasons: str) -> Attack:
 def _on_loop(raised: str, tests: str) -> Attack:
     """An exception that ends a loop over test cases as if there were no more of them."""
     cases = {"kind": "asserts", "code": f"cases = [(1, 2), (2, 4)]\n{tests}", "entry_point": "f"}
-    return Attack(f"def f(x):\n    raise {raised}\n", ("wrong",), (cases,))
+    return Attack(f"def f(x):\n    raise {raised}\n", ("raised",), (cases,))
 
 
 def _many_files(make: str) -> Attack:

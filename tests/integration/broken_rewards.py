@@ -192,6 +192,21 @@ class AnswersAnything(Good):
         )
 
 
+class ForbidsUnknownMethods(Good):
+    """Refuses a method that it does not serve for the class of the token, as a service with tokens does."""
+
+    def add_to(self, server: grpc.Server) -> None:
+        super().add_to(server)
+
+        def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, "requires a token of class administer")
+
+        handlers = {"NoSuchMethod": grpc.unary_unary_rpc_method_handler(refuse)}
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("rlhf.v1.RewardService", handlers),)
+        )
+
+
 class IgnoresTheBatch(Good):
     def ComputeReward(self, request: Request, context: Any) -> Response:
         return Response(scores=[self.verdict(row) for row in request.text_rows])

@@ -148,6 +148,10 @@ def test_the_one_rule_that_is_broken_is_told(reward: type[broken.Good], rule: st
     assert outcome_of(reward())[RuleResult.FAIL] == [rule]
 
 
+def test_a_server_with_tokens_may_forbid_a_method_that_it_does_not_know() -> None:
+    assert outcome_of(broken.ForbidsUnknownMethods())[RuleResult.FAIL] == []
+
+
 @pytest.mark.parametrize(
     ("reward", "rule"),
     [

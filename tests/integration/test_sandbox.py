@@ -213,7 +213,13 @@ def test_exceptions_of_the_program_reach_tests_that_expect_them(grader: Grader) 
         "try:\n    f(0)\nexcept ZeroDivisionError:\n    pass\nelse:\n    raise AssertionError('no error')"
     )
     assert verdict(grader, "def f(x):\n    return 1 / x", test) == ProgramVerdict(("",))
-    assert verdict(grader, "def f(x):\n    raise ValueError(x)", test) == ProgramVerdict(("wrong",))
+    assert verdict(grader, "def f(x):\n    raise ValueError(x)", test) == ProgramVerdict(("raised",))
+
+
+@pytest.mark.parametrize("code", ["def f(:", "x = 1", "def f(x):\n    return x[0]"])
+def test_asserts_say_that_the_program_raised_or_does_not_compile(code: str, grader: Grader) -> None:
+    test = asserts("def check(candidate):\n    assert candidate(2) == 4")
+    assert verdict(grader, code, test) == ProgramVerdict(("raised",))
 
 
 def test_tests_cannot_catch_that_the_program_has_ended(grader: Grader) -> None:

@@ -479,6 +479,23 @@ class TestProgress:
             "[run] saved",
         ]
 
+    @pytest.mark.parametrize(
+        ("metrics", "line"),
+        [
+            ({"actor/loss": 0.5185, "time/step_s": 0.3}, "step 1/2  loss 0.518  0.30 s"),
+            ({"actor/loss": -0.003, "dpo/loss": 0.6728}, "step 1/2  loss 0.673"),
+            ({"reward/loss": 0.6986}, "step 1/2  loss 0.699"),
+            ({"reward/mean": 0.5, "actor/loss": -2.0}, "step 1/2  reward 0.500"),
+            ({"reward/mean": 0.5, "actor/ref_kl": 0.002}, "step 1/2  reward 0.500  kl 0.002"),
+            ({"kl/mean": 0.1, "actor/ref_kl": 0.2, "actor/loss": -2.0}, "step 1/2  kl 0.1"),
+        ],
+        ids=["sft", "dpo", "reward_model", "no reference", "kl in the loss", "distill"],
+    )
+    def test_a_step_shows_the_kl_or_without_rewards_the_loss(
+        self, metrics: dict[str, float], line: str
+    ) -> None:
+        assert step_line(1, 2, metrics) == line
+
     def test_an_evaluation_shows_no_number_of_steps(self) -> None:
         out, screen = StringIO(), StringIO()
         terminal = Console(file=screen, force_terminal=True, width=100)
@@ -683,6 +700,17 @@ class TestReport:
             "SHA-256 of the final actor": "9f" * 32,
         }
         assert "complete" in text_of(root)
+
+    def test_losses_and_the_kl_in_the_loss_have_curves(self, tmp_path: Path) -> None:
+        run = RunDirectory.create(tmp_path, "pairs")
+        names = ("actor/ref_kl", "actor/loss", "dpo/loss", "dpo/accuracy")
+        log(run.path, *(dict.fromkeys(names, step / 10) for step in range(5)))
+        assert list(cards(page(run.path)))[:4] == [
+            "KL to the reference, in the loss",
+            "Actor loss",
+            "DPO loss",
+            "DPO training pairs in the right order",
+        ]
 
     def test_it_loads_nothing(self, finished_run: Path) -> None:
         class Loads(HTMLParser):

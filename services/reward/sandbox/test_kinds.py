@@ -151,7 +151,7 @@ class AssertsTest:
         except BaseException as error:
             if not program.was_called:
                 raise Unusable(f"fails by itself: {described(error)}") from error
-            reason = "wrong"
+            reason = "raised" if isinstance(error, Raised) else "wrong"
         if not program.was_called:
             raise Unusable(f"ends before it calls {self._entry_point}")
         return reason
