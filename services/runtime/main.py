@@ -107,7 +107,7 @@ class _LogFormatter(logging.Formatter):
     feeds in it, does not pass for a record, nor for the line in which a rank says why it ends."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\n", "\n  ")
+        return super().format(record).replace("\r", "\n").replace("\n", "\n  ")
 
 
 def _begin_log(where: str) -> None:

@@ -11,12 +11,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from integration.ranks import launch
-from integration.sharded_memory_main import CASES, SEVERAL_FILES
 from integration.test_three_d_memory import RETURN_FREED_MEMORY, SLACK_BYTES
 
-pytestmark = pytest.mark.full
+pytest.importorskip("deepspeed")
 
-pytest.importorskip("services.engines.zero.engine")
+from integration.sharded_memory_main import CASES, SEVERAL_FILES
+
+pytestmark = pytest.mark.full
 
 DEADLINE_S = 110
 BLOCKS_AT_A_TIME = 4

@@ -124,9 +124,9 @@ def test_only_the_first_line_of_a_record_begins_a_line_of_the_log() -> None:
     """An error of a peer may have line feeds; it neither forges a record nor the line that says why a rank ends."""
     program = (
         "import logging; from services.runtime.main import _begin_log; _begin_log('reward/0'); "
-        "logging.error('a call failed:\\n%s', 'Traceback:\\nfatal: forged')"
+        "logging.error('a call failed:\\n%s', 'Traceback:\\nfatal: forged\\rfatal: too')"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     first, *further = ended.stderr.splitlines()
     assert first.endswith(" reward/0 a call failed:")
-    assert further == ["  Traceback:", "  fatal: forged"]
+    assert further == ["  Traceback:", "  fatal: forged", "  fatal: too"]

@@ -703,7 +703,7 @@ class TestReport:
 
     def test_losses_and_the_kl_in_the_loss_have_curves(self, tmp_path: Path) -> None:
         run = RunDirectory.create(tmp_path, "pairs")
-        names = ("actor/ref_kl", "actor/loss", "dpo/loss", "dpo/accuracy")
+        names: list[str] = ["actor/ref_kl", "actor/loss", "dpo/loss", "dpo/accuracy"]
         log(run.path, *(dict.fromkeys(names, step / 10) for step in range(5)))
         assert list(cards(page(run.path)))[:4] == [
             "KL to the reference, in the loss",
