@@ -31,16 +31,18 @@ class GeneratingGroup(RoleGroup):
         sampling: actor_pb2.Sampling,
         *,
         return_text: bool = False,
+        return_ends: bool = False,
         segments: int = 1,
     ) -> FutureBatch:
-        """Generates one response to each row of column "prompt". Returns columns prompt_ids, response_ids,
-        rollout_log_probs and turn_end, "stop" for a response that ended and "length" for one that was cut off, with
-        `return_text` also response, the text, and with several segments response_versions.
+        """Generates one response to each row of column "prompt". Returns columns prompt_ids, response_ids and
+        rollout_log_probs, with `return_text` also response, the text, with `return_ends` turn_end, "stop" for a
+        response that ended and "length" for one that was cut off, and with several segments response_versions.
 
         Args:
             prompts: Rows with column "prompt".
             sampling: How tokens are drawn.
             return_text: Whether to return the texts of responses.
+            return_ends: Whether to return how responses ended.
             segments: Number of calls that generate a response: each but the last adds an equal share of the tokens that
                 it may have. A call after the first is kept by the segment gate of its number; see
                 `StepContext.gate_of`. The records of the calls are in this order.
@@ -49,15 +51,15 @@ class GeneratingGroup(RoleGroup):
         for number in range(segments):
             is_last = number == segments - 1
             ids = ["prompt_ids", "response_ids", "rollout_log_probs"]
-            with_text = return_text and is_last
-            texts = [*(["turn_end"] if is_last else []), *(["response"] if with_text else [])]
+            asked = {"response": return_text and is_last, "turn_end": return_ends and is_last}
+            texts = [name for name, is_asked in asked.items() if is_asked]
             part = self.call(
                 "generate_sequences",
                 rows,
                 [*ids, *texts, *(["response_versions"] if segments > 1 else [])],
                 lateness=number,
                 sampling=sampling,
-                return_text=with_text,
+                return_text=asked["response"],
                 segment_tokens=0 if is_last else -(-sampling.max_new_tokens // segments),
             )
             made = replace(part, calls=(*made.calls, *part.calls))

@@ -70,13 +70,13 @@ class Rollout:
                 with `run.rollouts_every`.
 
         Returns:
-            Columns prompt_ids, response_ids, rollout_log_probs and turn_end, "stop" for a response that ended with an
-            end-of-sequence token or a stop string and "length" for one that was cut off, and with `return_text` also
-            response, the text; with `run.ahead` also policy_version [rows] int64, the version that began to generate
-            each row; with `rollout.segments` above 1 also response_versions, the version that generated each token.
-            With an environment, waits until all episodes have ended, and returns their whole responses, with column
-            response_mask, and, in place of turn_end, those of `EpisodePlayer.play`; columns with a value per response
-            token then have one per sampled token.
+            Columns prompt_ids, response_ids and rollout_log_probs, and with `return_text` also response, the text;
+            where `algorithm.on_truncated` is drop also turn_end, "stop" for a response that ended with an
+            end-of-sequence token or a stop string and "length" for one that was cut off; with `run.ahead` also
+            policy_version [rows] int64, the version that began to generate each row; with `rollout.segments` above 1
+            also response_versions, the version that generated each token. With an environment, waits until all episodes
+            have ended, and returns their whole responses, with column response_mask, and, in place of turn_end, those
+            of `EpisodePlayer.play`; columns with a value per response token then have one per sampled token.
         """
         rollout = self._config.rollout
         sampling = self._sampling(rollout, greedy=greedy)
@@ -114,7 +114,13 @@ class Rollout:
         if self._player:
             made = self._player.play(prompts, partial(self._generate_turn, sampling, return_text=with_text))
         else:
-            made = self.group.generate_sequences(prompts, sampling, return_text=with_text, segments=segments)
+            made = self.group.generate_sequences(
+                prompts,
+                sampling,
+                return_text=with_text,
+                return_ends=self._config.algorithm.on_truncated == "drop",
+                segments=segments,
+            )
         return with_version(made) if self._config.run.ahead else made
 
     def _generate_turn(
