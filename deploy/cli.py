@@ -127,6 +127,10 @@ def status(config: Path, settings: tuple[str, ...], host: str | None) -> None:
         pid = supervisor.pid if supervisor else "-"
         rows.append((name, table.address, answer.state, str(ranks), str(epoch), str(pid)))
     _print_table(rows)
+    for name, answer in zip(services, answers, strict=True):
+        # That nothing listens is what "not reachable" says.
+        if answer.why and answer.why != "Connection refused":
+            _say(f"{name}: {answer.why}")
     if deployment and deployment.settings:
         click.echo(f"started with {_flags(deployment.settings)}")
     if any(answer.state != health.SERVING for answer in answers):
@@ -170,6 +174,8 @@ def check_health(address: str) -> None:
     """
     answer = health.ask(address)
     click.echo(f"{address}: {answer.state}")
+    if answer.why:
+        _say(answer.why)
     if answer.state != health.SERVING:
         sys.exit(1)
 
