@@ -95,7 +95,7 @@ def up(
     """
     loaded = _load(config, settings)
     host = HostPlan.of(loaded, service_names(loaded, only), host).host
-    log_dir = log_dir.resolve() if log_dir else _log_dir(config, host)
+    log_dir = Path(os.path.realpath(log_dir)) if log_dir else _log_dir(config, host)
     deployment = Deployment(str(config.resolve()), str(log_dir), settings, host)
     if detach:
         _up_detached(config, deployment, only)
@@ -337,7 +337,7 @@ def profile_calls(
     loaded = _load(config, settings or (deployment.settings if deployment else ()))
     if service not in loaded.services:
         raise ConfigError(f"no service {service!r}; there are: {', '.join(loaded.services)}")
-    directory = (out or loaded.run.directory / "traces").resolve()
+    directory = Path(os.path.realpath(out or loaded.run.directory / "traces"))
     address = loaded.services[service].address
     for rank, (where, path) in enumerate(request_traces(service, address, directory, calls)):
         click.echo(f"{service} rank {rank} at {where}: {path}, after {counted(calls, 'call')}")
