@@ -103,6 +103,10 @@ def test_what_is_no_config_is_refused_by_a_line_that_names_it(
         ("rlhf-conformance reward --target a:1 --rows nowhere", "--rows nowhere: No such file or directory"),
         ("rlhf-conformance reward --target a:1 --rows CONFIG", "--rows CONFIG: not JSONL: Expecting value"),
         ("rlhf-loadtest actor --target nonsense --method Check", "'nonsense' is not host:port"),
+        (
+            "rlhf-loadtest reward --target 127.0.0.1:1 --method ComputeReward --data nowhere",
+            "--data: nowhere: ",
+        ),
         ("rlhf-loadtest --compare nowhere nowhere", "--compare: nowhere: No such file or directory"),
         ("rlhf-loadtest --compare CONFIG CONFIG", "--compare: CONFIG: not JSON: Expecting value"),
         ("rlhf-map find CONFIG --devices H100", "devices 'H100': no count; write KIND:COUNT; known kinds: "),
