@@ -163,9 +163,8 @@ class StepContext:
         settle(calls)
         pending = wait(calls, timeout_s).not_done
         if pending:
-            raise DeadlineExceeded(
-                f"step {self.number}: {len(pending)} calls are under way after {timeout_s:g} s"
-            )
+            waiting = "1 call is" if len(pending) == 1 else f"{len(pending)} calls are"
+            raise DeadlineExceeded(f"step {self.number}: {waiting} under way after {timeout_s:g} s")
 
     def _forget(self, call: Future[Any]) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 import time
@@ -53,7 +54,7 @@ def export(
         ConfigError: The directory is no complete checkpoint, or has no such service.
         RlhfError: A file of the checkpoint is damaged, or the service could not load or write it.
     """
-    point, target = ResumePoint.at(directory), out.resolve()
+    point, target = ResumePoint.at(directory), Path(os.path.realpath(out))
     config = _config(directory, point, service, settings)
     if launch:
         roots = (target.parent, directory.resolve().parent)

@@ -4,6 +4,7 @@ by the program openssl."""
 from __future__ import annotations
 
 import ipaddress
+import os
 import secrets
 import subprocess
 import tempfile
@@ -47,7 +48,7 @@ def write_certificates(directory: Path, hosts: Sequence[str], days: int) -> str:
             check_host(host)
         except ValueError as error:
             raise ConfigError(f"--host {error}") from None
-    directory = directory.resolve()
+    directory = Path(os.path.realpath(directory))  # Path.resolve raises in a loop of links
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is no directory")
     paths = [directory / f"{name}.{kind}" for name in ("ca", "service", "client") for kind in ("pem", "key")]

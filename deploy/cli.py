@@ -95,7 +95,7 @@ def up(
     """
     loaded = _load(config, settings)
     host = HostPlan.of(loaded, service_names(loaded, only), host).host
-    log_dir = log_dir.resolve() if log_dir else _log_dir(config, host)
+    log_dir = Path(os.path.realpath(log_dir)) if log_dir else _log_dir(config, host)
     deployment = Deployment(str(config.resolve()), str(log_dir), settings, host)
     if detach:
         _up_detached(config, deployment, only)
@@ -127,6 +127,10 @@ def status(config: Path, settings: tuple[str, ...], host: str | None) -> None:
         pid = supervisor.pid if supervisor else "-"
         rows.append((name, table.address, answer.state, str(ranks), str(epoch), str(pid)))
     _print_table(rows)
+    for name, answer in zip(services, answers, strict=True):
+        # That nothing listens is what "not reachable" says.
+        if answer.why and answer.why != "Connection refused":
+            _say(f"{name}: {answer.why}")
     if deployment and deployment.settings:
         click.echo(f"started with {_flags(deployment.settings)}")
     if any(answer.state != health.SERVING for answer in answers):
@@ -169,7 +173,9 @@ def check_health(address: str) -> None:
     platform have no certificate.
     """
     answer = health.ask(address)
-    click.echo(f"{address}: {answer.state}{f' ({answer.reason})' if answer.reason else ''}")
+    click.echo(f"{address}: {answer.state}")
+    if answer.why:
+        _say(answer.why)
     if answer.state != health.SERVING:
         sys.exit(1)
 
@@ -331,7 +337,7 @@ def profile_calls(
     loaded = _load(config, settings or (deployment.settings if deployment else ()))
     if service not in loaded.services:
         raise ConfigError(f"no service {service!r}; there are: {', '.join(loaded.services)}")
-    directory = (out or loaded.run.directory / "traces").resolve()
+    directory = Path(os.path.realpath(out or loaded.run.directory / "traces"))
     address = loaded.services[service].address
     for rank, (where, path) in enumerate(request_traces(service, address, directory, calls)):
         click.echo(f"{service} rank {rank} at {where}: {path}, after {counted(calls, 'call')}")

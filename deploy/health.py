@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rlhf.access import Access
-from rlhf.channels import open_channel
+from rlhf.channels import open_channel, why_not_connected
 from rlhf.errors import one_line
 from rlhf.v1 import worker_pb2, worker_pb2_grpc
 
@@ -77,8 +77,8 @@ class HealthAnswer:
     """Number of ranks; None where the service does not serve Describe or is not reachable."""
     epoch: int | None = None
     """Epoch of the service; None where the service does not serve Describe or is not reachable."""
-    reason: str = ""
-    """Message of a health check that failed, as one line; empty where it was answered."""
+    why: str = ""
+    """Error of the health check as one line; empty where it was answered."""
 
 
 def ask(address: str) -> HealthAnswer:
@@ -89,9 +89,11 @@ def ask(address: str) -> HealthAnswer:
         try:
             reply = _check(channel)(health_pb2.HealthCheckRequest(), timeout=ANSWER_TIMEOUT_S)
         except grpc.RpcError as error:
-            call: Any = error  # which gRPC raises as the call itself
-            state = _STATES.get(call.code(), NOT_SERVING)
-            return HealthAnswer(state, reason=one_line(call.details() or ""))
+            call: Any = error  # the error is a grpc.Call too, which grpc's types omit
+            is_late = call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            late = f"no answer within {ANSWER_TIMEOUT_S:g} s"
+            why = late if is_late else why_not_connected(call.details() or "")
+            return HealthAnswer(_STATES.get(call.code(), NOT_SERVING), why=why)
         state = SERVING if _serves(reply) else NOT_SERVING
         try:
             described = worker_pb2_grpc.WorkerServiceStub(channel).Describe(

@@ -97,7 +97,7 @@ def find(config: Path, host: str | None = None) -> Deployment | None:
     Raises:
         Refused: The config is up for several hosts, and `host` is None.
     """
-    resolved = str(config.resolve())
+    resolved = os.path.realpath(config)  # Path.resolve raises in a loop of links
     found = [
         deployment
         for path in sorted(_directory().glob(f"{_key(resolved)}*.json"))

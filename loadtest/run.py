@@ -18,7 +18,7 @@ from loadtest.caller import OK, Caller
 from loadtest.generator import Generator, Sending
 from loadtest.histogram import Histogram
 from loadtest.methods import find_method
-from loadtest.payloads import Lengths, Shape
+from loadtest.payloads import Lengths, Shape, read_rows
 from loadtest.recorder import StepRecorder, Window
 from loadtest.requests import make_requests
 from loadtest.schedule import Arrivals, arrivals
@@ -95,6 +95,8 @@ async def measure(settings: Settings, tell: Callable[[Json], None], stop: asynci
     """
     method = find_method(settings.role, settings.method)
     objectives = slo.parse(settings.objectives)
+    if settings.data:
+        read_rows(settings.data)  # before anything is asked of the service
     began = time.time()
     steps: list[Json] = []
     target = await Target.find(settings.target, settings.role, settings.connections)

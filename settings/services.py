@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,7 +89,7 @@ def output_roots(tables: Mapping[str, Any], table: ServiceTable) -> tuple[Path, 
     """
     run = tables.get("run", {})
     runs = run.get("directory", "runs") if isinstance(run, dict) else "runs"
-    return tuple(root.resolve() for root in table.output_roots or (Path(runs),))
+    return tuple(Path(os.path.realpath(root)) for root in table.output_roots or (Path(runs),))
 
 
 def row_tokens(tables: Mapping[str, Any]) -> int:

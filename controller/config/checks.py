@@ -11,7 +11,7 @@ from controller.config.checkpoint import CheckpointTable
 from controller.config.data import DataTable
 from controller.config.devices import check_names
 from controller.config.rollout import RolloutTable
-from controller.config.run import RunTable
+from controller.config.run import RunTable, check_name
 from reports.units import counted
 from rlhf.addresses import spelled_out
 from settings.actor import ActorTable
@@ -38,6 +38,15 @@ def check_pools(services: Services, pools: Mapping[str, Sequence[str]]) -> None:
                 f"services.{name}.pool: {table.pool!r} has {counted(len(pools[table.pool]), 'device')} for "
                 f"{counted(table.ranks, 'rank')}"
             )
+
+
+def check_service_names(services: Services) -> None:
+    """Raises ValueError if the name of a service cannot be the name of a file, as that of its log."""
+    for name in services:
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise ValueError(f"services: {error}") from None
 
 
 def check_turns(devices: Mapping[str, Set[str]], services: Services) -> None:

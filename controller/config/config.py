@@ -190,6 +190,7 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        checks.check_service_names(self.services)
         placements.check(self.placement, self.devices, self.pools, self.services)
         checks.check_pools(self.services, self.pools)
         if self.device_memory_gb:

@@ -308,9 +308,16 @@ def _request(
 def _workload(config: Config, prompts: str | None, responses: str | None) -> Workload:
     return workload_of(
         config,
-        LengthShares.parse(prompts) if prompts else None,
-        LengthShares.parse(responses) if responses else None,
+        _lengths("--prompts", prompts),
+        _lengths("--responses", responses),
     )
+
+
+def _lengths(option: str, text: str | None) -> LengthShares | None:
+    try:
+        return LengthShares.parse(text) if text else None
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def _console() -> Console:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Mapping
 
@@ -13,7 +12,8 @@ import grpc.aio
 from client.outage import is_break
 from client.rank import WORKER, RankClient
 from controller.config.config import Config
-from rlhf.errors import ConfigError, DeadlineExceeded, NotAuthenticated, RlhfError, ServiceLost, one_line
+from rlhf.channels import why_not_connected
+from rlhf.errors import ConfigError, DeadlineExceeded, NotAuthenticated, RlhfError, ServiceLost
 from rlhf.roles import find_role
 from rlhf.v1 import common_pb2, worker_pb2
 
@@ -210,8 +210,7 @@ def _connection_failure(error: RlhfError) -> str:
     cause = error.__cause__
     if isinstance(error, DeadlineExceeded) or not isinstance(cause, grpc.aio.AioRpcError):
         return ""
-    reason = re.sub(r".*ipv[46]:\S+: ", "", cause.details() or "")
-    return ": " + one_line(reason.removeprefix("Failed to connect to remote host: "))
+    return f": {why_not_connected(cause.details() or '')}"
 
 
 def _has_broken(error: RlhfError) -> bool:

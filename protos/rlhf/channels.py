@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import grpc.aio
 
 from rlhf.access import Access
 from rlhf.contract import PLAIN_OPTIONS
+from rlhf.errors import one_line
 from rlhf.guard import Guard
 from rlhf.security import Certificates, current
 
@@ -19,6 +21,10 @@ Options = Sequence[tuple[str, Any]]
 
 MOST_RPCS = 1 << 14
 """Most RPCs, streams included, that a server handles at a time; further ones end with RESOURCE_EXHAUSTED."""
+
+
+CLOSED = "Socket closed"
+"""gRPC's reason where a server ends a connection at its first bytes."""
 
 
 def open_channel(
@@ -47,6 +53,20 @@ def open_aio_channel(
     if certificates is None:
         return grpc.aio.insecure_channel(address, options)
     return grpc.aio.secure_channel(address, _credentials(certificates, access), _named(options, certificates))
+
+
+def why_not_connected(details: str) -> str:
+    """Returns the reason of a failed connection from gRPC's message, as one line without addresses, and with a hint
+    where the server may ask for TLS and this process has no certificates."""
+    reason = one_line(
+        re.sub(r".*ipv[46]:\S+: ", "", details).removeprefix("Failed to connect to remote host: ")
+    )
+    is_plain = current().certificates is None
+    return (
+        f"{reason} (as by a server with TLS; no [security] is given here)"
+        if is_plain and reason == CLOSED
+        else reason
+    )
 
 
 def open_server(options: Options, classes: Mapping[str, Access]) -> tuple[grpc.aio.Server, Guard]:

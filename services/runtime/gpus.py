@@ -66,7 +66,7 @@ def check_ranks(name: str, device: str, environment: Mapping[str, str]) -> None:
     if device == "cuda":
         raise ConfigError(
             f"services.{name}.device is cuda, and torch {torch.__version__} finds no GPU on this host for its "
-            f"{num_ranks} ranks; allowed without one: auto, cpu"
+            f"{num_ranks} rank{'s' * (num_ranks != 1)}; allowed without one: auto, cpu"
         )
     if DRIVER.exists() and environment.get("LOCAL_RANK", "0") == "0":
         logging.warning(

@@ -172,11 +172,11 @@ def test_a_token_to_read_shows_health_and_runs_nothing(
 def test_health_is_an_exit_code(site: Site, certificates: Path, other_certificates: Path) -> None:
     answers = [site.ask_health(each) for each in (certificates, other_certificates, None)]
     assert [each.returncode for each in answers] == [0, 1, 1]
-    serves, mistrusts, is_plain = [each.stdout.partition(": ")[2] for each in answers]
-    assert serves == "serving\n"
-    assert mistrusts.startswith("not reachable (")
-    assert "CERTIFICATE_VERIFY_FAILED" in mistrusts
-    assert is_plain.startswith("not reachable (")
+    assert [each.stdout.partition(": ")[2] for each in answers] == [
+        "serving\n",
+        "not reachable\n",
+        "not reachable\n",
+    ]
 
 
 def test_load_tests_and_conformance_have_their_credentials_from_a_file(

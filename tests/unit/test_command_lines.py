@@ -103,6 +103,10 @@ def test_what_is_no_config_is_refused_by_a_line_that_names_it(
         ("rlhf-conformance reward --target a:1 --rows nowhere", "--rows nowhere: No such file or directory"),
         ("rlhf-conformance reward --target a:1 --rows CONFIG", "--rows CONFIG: not JSONL: Expecting value"),
         ("rlhf-loadtest actor --target nonsense --method Check", "'nonsense' is not host:port"),
+        (
+            "rlhf-loadtest reward --target 127.0.0.1:1 --method ComputeReward --data nowhere",
+            "--data: nowhere: ",
+        ),
         ("rlhf-loadtest --compare nowhere nowhere", "--compare: nowhere: No such file or directory"),
         ("rlhf-loadtest --compare CONFIG CONFIG", "--compare: CONFIG: not JSON: Expecting value"),
         ("rlhf-map find CONFIG --devices H100", "devices 'H100': no count; write KIND:COUNT; known kinds: "),
@@ -144,3 +148,21 @@ def test_ctrl_c_ends_a_command_with_one_line(name: str, monkeypatch: pytest.Monk
     devices = ["--devices", "CPU:2"] if program == "rlhf-map" else []
     result = CliRunner().invoke(PROGRAMS[program], [command, str(QUICKSTART), *devices])
     assert (result.exit_code, result.output) == (130, "stopped by SIGINT\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("status", "{loop}"), ("up", QUICKSTART, "--log-dir", "{loop}/logs"), ("certs", "{loop}/certs")],
+    ids=["config", "log directory", "certificates"],
+)
+def test_a_path_in_a_loop_of_links_is_refused_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...]
+) -> None:
+    monkeypatch.setattr("deploy.supervisor.preflight.check", lambda *_: None)
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    ran = CliRunner().invoke(deploy, [str(each).format(loop=tmp_path / "a") for each in arguments])
+    assert ran.exit_code in (1, USAGE_ERROR), ran.output
+    assert ran.stderr.startswith("error: ")
+    assert ran.stderr.endswith("Too many levels of symbolic links\n")
+    assert ran.stderr.count("\n") == 1

@@ -313,6 +313,10 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
             "services.actor.address='Node:7101'\nservices.critic.address='node.:7101'",
             r"services\.critic\.address: .* taken by services\.actor",
         ),
+        (
+            "services.a/b={role='reward',address='127.0.0.1:7999'}",
+            r"services: 'a/b' cannot be part of a directory's name",
+        ),
         ("run.name='a/b'", r"run\.name: 'a/b' cannot be part of a directory's name: .* without / and NUL"),
         ("run.name=''", r"run\.name: '' cannot be part of a directory's name: it needs 1 to 200 bytes"),
         ("run.name='..'", r"run\.name: '\.\.' cannot be part of a directory's name"),

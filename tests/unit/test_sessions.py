@@ -282,7 +282,7 @@ def test_a_step_waits_for_its_calls_and_not_for_those_of_others() -> None:
 def test_a_step_whose_call_does_not_end_is_an_error_that_names_it() -> None:
     step = StepContext(7)
     step.made(Promise())
-    with pytest.raises(DeadlineExceeded, match=r"step 7: 1 calls are under way after 0\.01 s"):
+    with pytest.raises(DeadlineExceeded, match=r"step 7: 1 call is under way after 0\.01 s"):
         step.wait(timeout_s=0.01)
 
 

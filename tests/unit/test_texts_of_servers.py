@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent import futures
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,8 +15,10 @@ import pytest
 from conformance.target import described, excerpt
 from controller.role_groups.discovery import _connection_failure
 from controller.role_groups.verdicts import not_scored
-from deploy.health import Probe
+from deploy.health import Probe, ask
 from loadtest.caller import _code_and_cause, _row_error
+from rlhf import channels
+from rlhf.channels import why_not_connected
 from rlhf.errors import ServiceLost
 from rlhf.v1 import reward_pb2
 
@@ -53,6 +56,19 @@ def test_the_cause_of_a_failed_health_check(address: str) -> None:
         time.sleep(0.01)
     probe.close()
     check(probe.reason)
+
+
+def test_the_cause_of_a_service_that_rlhf_deploy_health_finds_not_serving(address: str) -> None:
+    check(ask(address).why)
+
+
+def test_a_server_that_closes_a_connection_without_tls_may_ask_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:7304: Socket closed"
+    assert why_not_connected(said) == "Socket closed (as by a server with TLS; no [security] is given here)"
+    monkeypatch.setattr(channels, "current", lambda: SimpleNamespace(certificates=object()))
+    assert why_not_connected(said) == "Socket closed"
 
 
 def test_the_errors_that_rlhf_conformance_quotes(address: str) -> None:
