@@ -12,10 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from controller.role_groups.platform import platform_of
 from controller.tracking.contents import time_text
 from rlhf.v1 import worker_pb2
 
 GIT_TIMEOUT_S = 5.0
+
+RECORDED = (
+    *("version", "threads", "cpu", "cpu_capability", "gpu"),
+    *("torch", "libraries", "matmul", "kernels"),
+)
+"""Properties of a service's platform that the identity has; together with the config they determine the results
+bitwise."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +125,9 @@ class Identity:
             **({"resumed": list(self.resumed)} if self.resumed else {}),
             **({"replaced": list(self.replaced)} if self.replaced else {}),
             "services": {
-                name: _platform(said) | ({"began_from": origins[name]} if name in origins else {})
-                for name, said in services.items()
+                name: {key: figures[key] for key in RECORDED if figures[key]}
+                | ({"began_from": origins[name]} if name in origins else {})
+                for name, figures in platform_of(services).items()
             },
         }
 
@@ -140,20 +149,3 @@ def git_commit() -> str:
         return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _platform(said: worker_pb2.DescribeResponse) -> dict[str, Any]:
-    """Returns the platform of a service from its description: version, threads, CPU, GPU, torch and other
-    libraries, matmul library and kernels. Together with the configuration, these determine the results bitwise."""
-    figures = {
-        "version": said.version,
-        "threads": said.threads,
-        "cpu": said.cpu,
-        "cpu_capability": said.cpu_capability,
-        "gpu": said.gpu,
-        "torch": said.torch,
-        "libraries": dict(said.libraries),
-        "matmul": said.matmul,
-        "kernels": said.kernels,
-    }
-    return {name: value for name, value in figures.items() if value}

@@ -18,6 +18,7 @@ from settings.reward import RewardTable
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "[fe80::1%eth0]", "node-0.example.org", "my_host"])
 def test_hosts_are_names_and_addresses(host: str) -> None:
     addresses.check_host(host)
+    assert addresses.address_host(f"{host}:7101") == host
 
 
 @pytest.mark.parametrize(

@@ -307,6 +307,18 @@ def test_texts_without_tokens_have_no_pretraining_loss() -> None:
     assert share.item() == 0
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_log_ratios_of_tokens_and_of_sequences_are_clamped(sign: int) -> None:
+    far, zero, mask = torch.full((1, 2), 500.0 * sign), torch.zeros(1, 2), torch.ones(1, 2)
+    found = [loss_of(far, zero, zero, mask, ClipOptions())[1]["ratio"] for loss_of in (gspo_loss, cispo_loss)]
+    for level in ("token", "sequence"):
+        _, stats = rollout_weights(
+            far, zero, zero, mask, correction="truncate", level=level, low=0.5, high=2.0
+        )
+        found.append(stats["rollout_ratio"])
+    assert [x.item() for x in found] == pytest.approx([2 * math.exp(20 * sign)] * 4)
+
+
 def test_padding_reaches_neither_ratio_nor_weight() -> None:
     mask, (new, old, advantages) = random_mask(1), random_columns(1, 3)
     poisoned = torch.where(mask, old, 1e9)

@@ -39,6 +39,19 @@ def test_a_service_that_ends_between_the_probe_and_the_search_for_it_is_not_in_t
     probe_when_free(address)
 
 
+def test_a_service_whose_process_is_gone_once_it_was_found_is_not_in_the_way(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+):
+    address = address_of(listener)
+
+    def gone(pid: int) -> None:
+        listener.close()
+        raise psutil.NoSuchProcess(pid)
+
+    monkeypatch.setattr(psutil, "Process", gone)
+    probe_when_free(address)
+
+
 def test_a_process_that_exits_is_waited_for_although_its_environment_is_freed(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ):
