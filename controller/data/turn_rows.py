@@ -41,7 +41,7 @@ class TurnRows:
         self._rows = rows
         names = {name: renamed.get(name, name) for name in ("prompt", "response", TRANSCRIPT)}
         ours = {theirs: name for name, theirs in renamed.items()}
-        # Where columns.response is "messages", say, the file has no field that is named messages here.
+        # With columns.ground_truth = "response", say, that field of the file is no response.
         self._names = {name: theirs for name, theirs in names.items() if ours.get(theirs, name) == name}
         self.has_transcripts = False
         first = array("q", [0])

@@ -186,6 +186,17 @@ def test_a_transcript_may_be_in_any_field(
     assert [answer for _, answer in texts(data)] == ["b", "e", "b", "c", "e"]
 
 
+def test_a_field_that_is_renamed_away_is_no_response(tmp_path: Path) -> None:
+    row = {"messages": TALK, "response": "x"}
+    data, _ = loaded(config_of(tmp_path, [row], columns={"ground_truth": "response"}))
+    assert [
+        (answer, row.ground_truth) for (_, answer), row in zip(texts(data), every(data), strict=True)
+    ] == [
+        ("b", "x"),
+        ("e", "x"),
+    ]
+
+
 def test_no_turn_of_a_held_out_transcript_is_trained(tmp_path: Path) -> None:
     rows = [
         {"messages": [each for turn in range(1 + i % 4) for each in (user(f"{i}"), assistant(f"{i},{turn}"))]}
