@@ -138,6 +138,10 @@ class DataTable(Strict):
     shuffle: bool = True
     """Draws the rows of each pass in a random order. false: in the order of the file or dataset, pass after pass, for
     rows that are sorted as a curriculum."""
+    turns: Literal["last", "all"] = "last"
+    """Turns of the assistant that are trained of a transcript, a row with a whole conversation: the last one, or all,
+    where each becomes a row of its own, with the messages before it as prompt. For algorithms that learn responses of
+    the data, such as sft; see docs/data.md."""
     prompts_per_step: Positive = 128
     """Number of prompts in the batch of one step."""
     max_prompt_tokens: int = Field(default=0, ge=0)

@@ -20,6 +20,7 @@ from controller.data.readers import RowReader, open_rows
 from controller.data.response_end import response_end
 from controller.data.splits import split_off
 from controller.data.text_files import Row
+from controller.data.turn_rows import TurnRows
 from controller.role_groups.dataflow import FutureBatch
 from rlhf.errors import ConfigError
 from settings.reward import RewardTable
@@ -164,14 +165,23 @@ def load_data(
     table = config.data
     options = table.chat_options
     render, end = _renderer(config, started_unix_s), cache(partial(response_end, config))
-    train, heldout = [], []
+    train, heldout, of_turns = [], [], []
     for number, source in enumerate(table.all_sources):
         prefix = f"data.sources.{number}." if table.sources else "data."
         rows, held_out = _open_source(source, prefix, f"{prefix}{'path' if table.sources else 'train'}")
         for sources, part in ((train, rows), (heldout, held_out)):
             if part is not None:
+                if table.turns == "all" and "response" in columns:
+                    # After rows are held out, so that no turn of a held-out transcript is trained.
+                    part = TurnRows(part, source.columns)
+                    of_turns.append(part)
                 sources.append(_prompt_source(config, source, part, (render, end), columns))
                 sources[-1].check()
+    if of_turns and not any(each.has_transcripts for each in of_turns):
+        raise ConfigError(
+            'data.turns: no row of the data is a transcript, so "all" has no meaning: a row with a prompt of its own '
+            "has one turn to train"
+        )
     if options and not any(each.has_conversations for each in (*train, *heldout)):
         raise ConfigError(
             "data.chat_options: no prompt of the data is a conversation that the chat template renders; data.chat = "

@@ -234,6 +234,14 @@ class Algorithm:
                 group_methods(table.role)
             except PluginError as error:
                 raise ConfigError(f"services.{name}.role: {error}") from error
+        if (
+            config.data.turns == "all"
+            and "response" not in self.columns
+            and self.options is not UnreadOptions
+        ):
+            raise ConfigError(
+                f'data.turns: {self.name} learns no responses of the data, so it has to be "last" (given: "all")'
+            )
         samples = config.rollout.samples_per_prompt
         if self.compares_groups and samples < 2:
             raise ConfigError(

@@ -19,7 +19,7 @@ from controller.config.config import Config
 from controller.data.prompts import load_data
 from controller.tracking.metrics import read_metrics
 from deploy.quickstart import Recipe
-from deploy.quickstart.build import build, make_tokenizer
+from deploy.quickstart.build import EOS, build, make_tokenizer
 from integration.harness import Processes, Service, free_ports, jagged, take_rows, write_config
 from nccl_transfer.refs.batch import Batch
 from rlhf.errors import InvalidRequest
@@ -286,6 +286,32 @@ def test_transcripts_in_one_file_train_the_same_weights_as_prompts_and_responses
     again = run_on(up, paths, steps, max_response_tokens=2)
     assert made.summary["actor_sha256"] == again.summary["actor_sha256"]
     assert made.summary["loss_after"] < made.summary["loss_before"] == again.summary["loss_before"]
+
+
+def test_all_turns_of_transcripts_train_the_weights_of_a_row_for_each(
+    up: Up, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against rows that are made by hand, in the order of the turns."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    talks, rows = [], []
+    for first, second in zip(range(5), [1, 2, 3, 4, 0], strict=True):
+        pairs = [(PROMPTS[i], GOOD[i]) for i in ((first, second) if first % 2 else (first,))]
+        talks.append([{"role": role, "content": text} for pair in pairs
+                      for role, text in zip(("user", "assistant"), pair, strict=True)])  # fmt: skip
+        for number, (prompt, good) in enumerate(pairs):
+            before = "".join(text + EOS for pair in pairs[:number] for text in pair)
+            rows.append({"prompt": before + prompt + EOS, "response": good})
+    (tmp_path / "talks.json").write_text(json.dumps([{"messages": talk} for talk in talks]))
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    length = {"name": "test", "directory": tmp_path / "runs", "evaluate_every": 0, "epochs": 2}
+    form = {"heldout": tmp_path / "rows.json", "tokenizer": tmp_path / "tokenizer"}
+    made = run_on(up, {"train": tmp_path / "talks.json", "turns": "all", **form}, length, MOST)
+    assert "7 steps of 2 prompts, from 7 training rows" in " ".join(capsys.readouterr().out.split())
+    again = run_on(up, {"train": tmp_path / "rows.json", **form}, length, MOST)
+    assert made.summary["actor_sha256"] == again.summary["actor_sha256"]
+    assert made.summary["loss_after"] == again.summary["loss_after"] < again.summary["loss_before"]
 
 
 def test_a_reward_without_an_optimizer_does_not_learn(up: Up) -> None:

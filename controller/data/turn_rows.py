@@ -1,0 +1,117 @@
+"""A row for each turn of the assistant in a transcript, in place of one for its last turn."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from controller.data.conversations import TRANSCRIPT
+from controller.data.malformed import MalformedRow
+from controller.data.readers import RowReader
+from controller.data.text_files import Row
+from rlhf.errors import ConfigError
+
+BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")
+"""Keys of a message of the assistant that chat templates render beside its content, which alone is the response."""
+
+
+class TurnRows:
+    """Reader that yields a row for each turn of the assistant in a transcript: the row of the file, whose transcript
+    ends with that turn. A transcript is a list of messages, in field `messages` of a row without field `response`, or
+    in field `response` of a row without a prompt. Other rows are yielded as they are.
+
+    All rows are read once to count their turns; the offset of each row, 8 bytes, stays in memory.
+
+    Args:
+        rows: Reader of the rows of the file.
+        renamed: Names of fields in the file, by the name that this package uses.
+
+    Attributes:
+        has_transcripts: Whether a row has a transcript.
+
+    Raises:
+        ConfigError: A row cannot be read; or a transcript has no message of the assistant, begins with one, or has one
+            of which a part would not be trained.
+    """
+
+    def __init__(self, rows: RowReader, renamed: Mapping[str, str]) -> None:
+        self._rows = rows
+        names = {name: renamed.get(name, name) for name in ("prompt", "response", TRANSCRIPT)}
+        ours = {theirs: name for name, theirs in renamed.items()}
+        # With columns.ground_truth = "response", say, that field of the file is no response.
+        self._names = {name: theirs for name, theirs in names.items() if ours.get(theirs, name) == name}
+        self.has_transcripts = False
+        first = array("q", [0])
+        for number, row in enumerate(rows):
+            try:
+                turns = self._turns(row)
+            except MalformedRow as error:
+                raise ConfigError(f"{rows.where(number)}: {error}") from None
+            self.has_transcripts |= turns[0] is not row
+            first.append(first[-1] + len(turns))
+        self._first = np.asarray(first)
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def __getitem__(self, row: int, /) -> Row:
+        number, turn = self._place(row)
+        return self._turns(self._rows[number])[turn]
+
+    def __iter__(self) -> Iterator[Row]:
+        for row in self._rows:
+            yield from self._turns(row)
+
+    def fingerprint(self) -> str:
+        """Returns the fingerprint of the rows of the file."""
+        return self._rows.fingerprint()
+
+    def where(self, row: int) -> str:
+        """Returns the place of a row of the file, and in a transcript the number of the assistant's turn, from 1, for
+        messages."""
+        number, turn = self._place(row)
+        place = self._rows.where(number)
+        return f"{place}, turn {turn + 1} of the assistant" if self._field(self._rows[number]) else place
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """Returns the number of a row in the file, and that of the turn in it, from 0."""
+        number = int(np.searchsorted(self._first, row, side="right")) - 1
+        return number, int(row - self._first[number])
+
+    def _field(self, row: Row) -> str | None:
+        """Returns the name of the field with the transcript of a row; None where there is none."""
+        name = "response" if self._names.get("response") in row else TRANSCRIPT
+        if name == "response" and self._names.get("prompt") in row:
+            return None
+        field = self._names.get(name)
+        given = row.get(field) if field else None
+        return field if given and isinstance(given, list) else None
+
+    def _turns(self, row: Row) -> list[Row]:
+        """Returns the rows that a row of the file becomes. Raises MalformedRow where its transcript has no message of
+        the assistant, begins with one, or has one of which a part would not be trained."""
+        field = self._field(row)
+        if field is None:
+            return [row]
+        messages = row[field]
+        ends = [number for number, message in enumerate(messages, 1) if _is_assistant(message)]
+        if not ends:
+            raise MalformedRow(f"{field} has no message whose role is 'assistant'")
+        if ends[0] == 1:
+            raise MalformedRow(
+                f"{field} begins with a message of the assistant, which cannot be trained without a prompt (data.turns)"
+            )
+        for end in ends:
+            if lost := next((key for key in BESIDE_CONTENT if messages[end - 1].get(key)), None):
+                raise MalformedRow(
+                    f"{field}: message {end}, of the assistant, has {lost}, which would not be trained, since only its "
+                    "content is (data.turns); write it into the content, in the form that the model has to learn"
+                )
+        return [{**row, field: messages[:end]} for end in ends]
+
+
+def _is_assistant(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
