@@ -232,8 +232,8 @@ def check_segments(run: RunTable, rollout: RolloutTable) -> None:
     cut."""
     if rollout.segments > run.ahead + 1:
         raise ValueError(
-            f"rollout.segments: {rollout.segments} is more than run.ahead + 1, {run.ahead + 1}: the last segment of a "
-            f"response is generated {rollout.segments - 1} steps after the first, before the step trains on it"
+            f"rollout.segments: {rollout.segments} is more than run.ahead + 1, {run.ahead + 1}: each segment of a "
+            "response is generated one step after the one before, and its step trains run.ahead steps after the first"
         )
     if rollout.segments > 1 and rollout.stop:
         raise ValueError(
