@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,8 @@ STOP_TIMEOUT_S = 40.0
 EXPLAIN_TIMEOUT_S = 20.0
 """Longest time, in seconds, to wait until the launcher reports a lost service."""
 POLL_S = 0.1
+SILENCE_S = 30.0
+"""Time, in seconds, after which a line names the services that are not healthy yet, again and again."""
 READY = b"ready\n"
 LOST = "lost: service "
 """Prefix of the line in which the launcher reports a lost service that it starts again; its name and ": " follow."""
@@ -38,12 +41,19 @@ class LaunchedServices:
         config: Configuration of the run.
         config_path: Config file that is passed to the launcher.
         log_dir: Directory of the services' logs; that of the launcher is launcher.log.
+        say: Called with a line of text that names the services that are waited for, every `SILENCE_S`.
 
     Raises:
         RlhfError: On entering, where a service does not start; the text has its name and the cause.
     """
 
-    def __init__(self, config: Config, config_path: Path, log_dir: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        config_path: Path,
+        log_dir: Path,
+        say: Callable[[str], object] = lambda line: None,
+    ) -> None:
         # The launcher may first wait for services that are about to end.
         self._timeout_s = max(table.startup_timeout_s for table in config.services.values()) + ENDING_S + 10
         # The launcher ends with this process, even where this one is killed.
@@ -53,6 +63,7 @@ class LaunchedServices:
         self._external = {name for name, table in config.services.items() if table.external}
         self._own = config.services.keys() - self._external
         self._log = log_dir / "launcher.log"
+        self._say = say
         self._stopped = threading.Event()
         self._taken: Counter[str] = Counter()
 
@@ -154,8 +165,11 @@ class LaunchedServices:
 
     def _wait_until_ready(self) -> None:
         assert self._process.stdout is not None
-        deadline = time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline:
+        began = told = time.monotonic()
+        while time.monotonic() < began + self._timeout_s:
+            if time.monotonic() > told + SILENCE_S and (names := self._not_healthy()):
+                told = time.monotonic()
+                self._say(f"waiting for {', '.join(names)}, {told - began:.0f} s so far")
             if select.select([self._process.stdout], [], [], 0.2)[0]:
                 if self._process.stdout.readline() == READY:
                     return
@@ -165,6 +179,11 @@ class LaunchedServices:
                     self._first_error() or f"the launcher ended with exit code {code}; see {self._log}"
                 )
         raise DeadlineExceeded(f"the services did not come up within {self._timeout_s:g} s; see {self._log}")
+
+    def _not_healthy(self) -> list[str]:
+        """Returns the names of the services that the launcher has not found healthy yet."""
+        healthy = {line.partition(": healthy after ")[0] for line in self._lines()}
+        return sorted(self._own - healthy)
 
     def _first_error(self) -> str:
         errors = (line for line in self._lines() if line.startswith("error: "))

@@ -139,7 +139,7 @@ def _launched(
     logs = _logs(plan, directory)
     resolved = resolved or write_atomically(logs / CONFIG_FILE, plan.resolved(plan.config))
     progress.message(f"starting services: {', '.join(_launched_names(plan.config))}; logs: {logs}")
-    return LaunchedServices(plan.config, resolved, logs)
+    return LaunchedServices(plan.config, resolved, logs, progress.message)
 
 
 def _logs(plan: Plan, directory: RunDirectory) -> Path:

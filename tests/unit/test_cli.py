@@ -206,6 +206,26 @@ def test_a_service_that_is_started_again_explains_errors_of_its_own_calls_alone(
             assert services.explain(unexplained) is unexplained
 
 
+SLOW_LAUNCHER = """\
+#!/bin/sh
+echo 'actor: healthy after 1.2 s' >&2
+echo 'reward: healthy after 1.3 s' >&2
+sleep 1
+echo ready
+exec sleep 60
+"""
+
+
+def test_a_long_start_names_the_services_that_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_by(SLOW_LAUNCHER, tmp_path, monkeypatch)
+    monkeypatch.setattr(launch, "SILENCE_S", 0.3)
+    lines: list[str] = []
+    with LaunchedServices(load(QUICKSTART, ()), QUICKSTART, tmp_path, lines.append):
+        assert "waiting for critic, reference, 0 s so far" in lines
+
+
 @pytest.fixture
 def settings(tmp_path: Path) -> tuple[str, ...]:
     for name in ("train", "heldout"):

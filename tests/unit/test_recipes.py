@@ -130,3 +130,32 @@ def test_a_smaller_gpu_is_refused_with_what_is_missing(config: Path) -> None:
     ran = run(deploy, "check", config, "--device-memory-gb", "40")
     assert ran.exit_code == 1
     assert "GB too much" in ran.output
+
+
+def test_the_least_config_and_its_reward_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = PAGE.read_text().partition("## The least that a config needs")[2]
+    config, reward = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("toml", "python"))
+    assert config is not None
+    assert reward is not None
+    monkeypatch.chdir(tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained("path/to/model")
+    QWEN_7B.save_pretrained("path/to/model")
+    row = '{{"prompt": "{} + 1?", "ground_truth": "{}"}}\n'
+    Path("rows.jsonl").write_text("".join(row.format(n, n + 1) for n in range(200)))
+    Path("my.toml").write_text(config[1])
+    command = [sys.executable, "-c", "from controller.cli import main; main()"]
+    ran = subprocess.run(
+        [*command, "--algo", "grpo", "--config", "my.toml", "--dry-run"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "100 train and 100 held-out rows" in ran.stderr
+    exec(reward[1], names := {})
+    assert names["last_number"]("", "1 + 1 = 2", "2", {}) == {"score": 1.0, "has_number": True}
+    assert names["last_number"]("", "two", "2", {}) == {"score": 0.0, "has_number": False}
