@@ -246,7 +246,8 @@ class Algorithm:
                 f"least 2 (given: {samples})"
             )
         roles = {find_role(table.role).name for table in config.services.values()}
-        if (warmup := config.algorithm.critic_warmup_steps) and "critic" not in roles:
+        warmup = config.algorithm.critic_warmup_steps if self.options is not UnreadOptions else 0
+        if warmup and "critic" not in roles:
             raise ConfigError(
                 f"algorithm.critic_warmup_steps: {self.name} has no service of role critic, so it has to be 0 "
                 f"(given: {warmup})"

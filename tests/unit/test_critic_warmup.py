@@ -18,7 +18,7 @@ from controller.mapping.record import record_dataflow
 from controller.role_groups.dataflow import FutureBatch
 from controller.simulation.durations import CallTimes, Durations
 from controller.simulation.run import simulate_run
-from controller.training.algorithm import Algorithm
+from controller.training.algorithm import Algorithm, UnreadOptions
 from controller.training.deferral import future_columns
 from controller.training.run import Run
 from controller.training.step import Step
@@ -200,3 +200,9 @@ def test_placements_are_searched_and_simulated_for_the_steps_after_it() -> None:
         for config in (plain, found)
     )
     assert one.calls == other.calls
+
+
+def test_a_checkpoint_is_evaluated_without_critics() -> None:
+    config = find_algorithm("ppo").configure(load(QUICKSTARTS / "quickstart.toml", (WARMUP,)))
+    actor = config.model_copy(update={"services": {"actor": config.services["actor"]}})
+    assert set(Algorithm(critic_free, options=UnreadOptions).configure(actor).services) == {"actor"}
