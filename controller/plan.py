@@ -25,6 +25,7 @@ from controller.data.response_end import response_end
 from controller.epochs import with_steps
 from controller.foresight import check_models, fetch_descriptions
 from controller.identity import Identity
+from controller.optimizer_steps import with_total_steps
 from controller.tracking.contents import RUN_FILE, SUMMARY_FILE
 from controller.tracking.run_directory import read_json
 from controller.tracking.traces import check_traces
@@ -69,7 +70,7 @@ class Plan:
         started_unix_ns = time.time_ns()
         config = algorithm.configure(config)
         data, pretrain = _read(algorithm, config, started_unix_ns)
-        config = with_steps(config, len(data[0]))
+        config = with_total_steps(with_steps(config, len(data[0])))
         identity = Identity.of(reference_of(algorithm), config.run.seed, started_unix_ns)
         return Plan(algorithm, config, data, pretrain, identity)
 
@@ -107,7 +108,7 @@ class Plan:
         if config.run.epochs is None:
             _check_unfinished(point, config)
         data, pretrain = _read(found, config, point.started_unix_ns)
-        config = with_steps(config, len(data[0]))
+        config = with_total_steps(with_steps(config, len(data[0])))
         identity = Identity.of(stored["algorithm"], config.run.seed, point.started_unix_ns)
         return Plan(found, config, data, pretrain, identity, elsewhere=elsewhere).at(point)
 

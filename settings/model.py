@@ -43,24 +43,42 @@ class OptimizerTable(Strict):
     the rows kept (docs/integrity.md). 0: no limit; a gradient that is not finite is refused in any case."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
+    warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """In place of `warmup_steps`: these steps as a fraction of `total_steps`, rounded to a whole number."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Schedule of the learning rate after warm-up: constant keeps it; cosine and linear decrease it to `min_ratio`
     times its value, along half a cosine or a line."""
     total_steps: int = Field(default=0, ge=0)
-    """For schedule cosine and linear: number of optimizer steps, warm-up included, after which the learning rate is
-    at its lowest. Required there, and above `warmup_steps`."""
+    """Number of optimizer steps, warm-up included, after which the learning rate of schedule cosine and linear is at
+    its lowest, and of which `warmup_ratio` is a fraction. Above the steps of the warm-up. 0: the controller computes
+    those of the run (docs/engines.md#learning-rate); a service that it does not start needs the number."""
     min_ratio: float = Field(default=0.0, ge=0, le=1)
     """For schedule cosine and linear: lowest learning rate, as a fraction of `learning_rate`."""
 
+    @property
+    def lacks_total_steps(self) -> bool:
+        """Whether the learning rate depends on `total_steps`, which are not given."""
+        return not self.total_steps and (self.schedule != "constant" or self.warmup_ratio > 0)
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Optimizer steps of the warm-up: `warmup_steps`, or those that `warmup_ratio` says."""
+        return self.warmup_steps or round(self.warmup_ratio * self.total_steps)
+
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("give warmup_steps or warmup_ratio, not both")
+        warmup = self.num_warmup_steps
+        if self.schedule != "constant" and 0 < self.total_steps <= warmup:
             raise ValueError(
-                f"schedule {self.schedule} needs total_steps above warmup_steps, "
-                f"given are {self.total_steps} and {self.warmup_steps}"
+                f"schedule {self.schedule} needs more total_steps than those of the warm-up, "
+                f"given are {self.total_steps} and {warmup}"
             )
-        if self.schedule == "constant" and (self.total_steps or self.min_ratio):
-            raise ValueError("total_steps and min_ratio are for schedule cosine and linear")
+        if self.schedule == "constant" and (self.min_ratio or (self.total_steps and not self.warmup_ratio)):
+            raise ValueError(
+                "min_ratio is for schedule cosine and linear, and total_steps for these and for warmup_ratio"
+            )
         return self
 
 

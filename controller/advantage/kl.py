@@ -95,7 +95,9 @@ class AdaptiveKL:
         self.beta *= 1 + error * num_sequences / self.horizon
 
 
-def steer(controller: KlController, metrics: dict[str, float], num_sequences: int) -> None:
+def steer(
+    controller: KlController, metrics: dict[str, float], num_sequences: int, *, updates_actor: bool = True
+) -> None:
     """Adds `controller.beta` to the metrics of a step as `kl/coefficient`, and then updates the controller, for the
     next step, with the mean KL per response in these metrics, `kl/sequence_mean`, which must be there.
 
@@ -103,9 +105,12 @@ def steer(controller: KlController, metrics: dict[str, float], num_sequences: in
         controller: The KL controller.
         metrics: Metrics of the step, changed in place.
         num_sequences: Number of responses in the step.
+        updates_actor: Whether the step updates the policy. If not, the controller stays as it is: its coefficient
+            would drift without any effect on the KL.
     """
     metrics["kl/coefficient"] = controller.beta
-    controller.update(metrics["kl/sequence_mean"], num_sequences)
+    if updates_actor:
+        controller.update(metrics["kl/sequence_mean"], num_sequences)
 
 
 def kl_controller(algorithm: AlgorithmTable) -> KlController:

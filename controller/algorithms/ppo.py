@@ -44,5 +44,5 @@ def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController
         lam=config.lam,
         whiten_advantages=config.whiten_advantages,
     )
-    steer(kl, step.metrics, batch.rows)
+    steer(kl, step.metrics, batch.rows, updates_actor=config.updates_actor(step.number))
     return made

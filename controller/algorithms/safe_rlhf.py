@@ -108,14 +108,16 @@ def compute_advantage(
     options: SafeRLHFOptions,
 ) -> FutureBatch:
     """Computes columns "advantages", "returns" and "cost_returns" of a batch. First updates `multiplier` with the costs
-    of the batch, and uses the new value; afterwards adds metrics to `step` and updates `kl` for the next step."""
+    of the batch, and uses the new value; afterwards adds metrics to `step` and updates `kl` for the next step. In a
+    step that does not update the actor, the coefficients of both stay as they are."""
     config = run.config.algorithm
+    updates_actor = config.updates_actor(step.number)
     names = ("log_probs", "ref_log_probs", "values", "cost_values", "rewards", "costs")
     columns = run.fetch(batch, *names)
     mean_cost = multiplier.update(
         sequence_scores(columns["costs"]),
         limit=options.cost_limit,
-        learning_rate=options.lambda_learning_rate,
+        learning_rate=options.lambda_learning_rate if updates_actor else 0.0,
         largest=options.largest_lambda,
         episodes=options.episodes,
     )
@@ -131,5 +133,5 @@ def compute_advantage(
         whiten_advantages=config.whiten_advantages,
     )
     step.metrics |= {"cost/recent_mean": mean_cost, "lambda": multiplier.value}
-    steer(kl, step.metrics, batch.rows)
+    steer(kl, step.metrics, batch.rows, updates_actor=updates_actor)
     return made

@@ -62,7 +62,8 @@ OF_A_SERVICE = (WHERE_IT_RUNS - {"role", "ranks"}) | {
 }
 """Keys of a service's table that may differ likewise."""
 LEARNING_RATE = frozenset(
-    f"optimizer.{key}" for key in ("learning_rate", "warmup_steps", "schedule", "total_steps", "min_ratio")
+    f"optimizer.{key}"
+    for key in ("learning_rate", "warmup_steps", "warmup_ratio", "schedule", "total_steps", "min_ratio")
 )
 """Keys of a service's table that may differ although they change later results; see `changed_learning_rates`."""
 ELSEWHERE = frozenset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rlhf.errors import ConfigError
 from settings.losses import (
@@ -28,6 +28,9 @@ class AlgorithmTable(ValueClipOptions, ValueLossTable, PpoOptions, PolicyLossTab
     """Number of passes over the rows of a step in an update of the actor."""
     critic_epochs: Positive = 1
     """Number of passes over the rows of a step in an update of the critic."""
+    critic_warmup_steps: int = Field(default=0, ge=0)
+    """Number of steps at the start of a run in which critics are updated and actors are not (docs/algorithms.md). They
+    do not count in the schedule of an actor's learning rate."""
     mini_batch_size: Positive = 128
     """Number of rows of one optimizer step, over all ranks. Must divide `data.prompts_per_step` x
     `rollout.samples_per_prompt`, and be a multiple of the data-parallel ranks of actors and critics."""
@@ -63,6 +66,10 @@ class AlgorithmTable(ValueClipOptions, ValueLossTable, PpoOptions, PolicyLossTab
     """Maximum number of times that a row is sent again with on_failed_reward retry."""
     options: dict[str, Any] = {}
     """Options of the chosen algorithm; see the tables of the algorithms below."""
+
+    def updates_actor(self, step: int) -> bool:
+        """Returns whether actors are updated in a step: after the first `critic_warmup_steps`."""
+        return step > self.critic_warmup_steps
 
     def loss_options(self, key: str) -> Strict:
         """Returns all options of the loss per token that the value of `key`, surrogate or value_loss, names. An option

@@ -159,6 +159,11 @@ class Config(Strict):
         prompt = self.data.max_prompt_tokens
         return prompt + self.rollout.max_response_tokens if prompt else 0
 
+    def without_critic_warmup(self) -> Config:
+        """Returns the configuration with `algorithm.critic_warmup_steps` 0, so that every step is like those after."""
+        table = self.algorithm.model_copy(update={"critic_warmup_steps": 0})
+        return self.model_copy(update={"algorithm": table})
+
     def mini_batches(self, rows: int) -> int:
         """Returns the number of mini-batches in one pass over a batch of `rows` rows: rows //
         algorithm.mini_batch_size, at least 1. The remaining rows are spread over the mini-batches."""

@@ -80,7 +80,7 @@ def predict_services(
     sizes = row_sizes(config, [use.shape.positions for use in uses.values()])
     services = {}
     for name, use in uses.items():
-        rows = replace(sizes, mini_batches=_mini_batches(config, config.services[name]))
+        rows = replace(sizes, mini_batches=steps_of_update(config, config.services[name]))
         stages = predict(use, rows)
         stays = staying_bytes(use, stages["idle"])
         services[name] = ServiceMemory(use.ranks, rows, stages, stays, use.on_gpu)
@@ -107,7 +107,7 @@ def sharing_services(config: Config, names: Sequence[str]) -> list[tuple[str, ..
     return sorted(sets)
 
 
-def _mini_batches(config: Config, table: ServiceTable) -> int:
+def steps_of_update(config: Config, table: ServiceTable) -> int:
     """Returns the optimizer steps of an update of a service."""
     epochs = config.algorithm.critic_epochs if table.role == "critic" else config.algorithm.epochs
     return epochs * config.mini_batches(config.rows_per_step)

@@ -118,7 +118,7 @@ def probe_lines(probed: Probed) -> Iterator[str]:
 
 def _probe_config(config: Config) -> Config:
     """Returns the config of a run that times calls: as many steps as calls are repeated, one after another, without
-    evaluations, samples, checkpoints and trackers."""
+    evaluations, samples, checkpoints, trackers and a warm-up of critics."""
     run = {
         "name": "probe",
         "steps": 1 + REPEATS,
@@ -128,7 +128,7 @@ def _probe_config(config: Config) -> Config:
         "samples": 0,
         "verify_every": 0,
     }
-    return config.model_copy(
+    return config.without_critic_warmup().model_copy(
         update={
             "run": config.run.model_copy(update=run),
             "rollout": config.rollout.model_copy(update={"segments": 1, "chunks": 1}),

@@ -246,7 +246,7 @@ class RecordingRun(Run):
 
 def record_dataflow(algorithm: Algorithm, config: Config) -> tuple[Call, ...]:
     """Executes one step of an algorithm with placeholder services, and returns its calls in the order in which the
-    algorithm makes them.
+    algorithm makes them. The step is one after the critics' warm-up.
 
     Args:
         algorithm: The algorithm, of this project or of a plug-in.
@@ -258,6 +258,7 @@ def record_dataflow(algorithm: Algorithm, config: Config) -> tuple[Call, ...]:
     log = CallLog()
     run: Callable[[Run], None] = algorithm
     try:
+        config = config.without_critic_warmup()
         run(RecordingRun(config, log, ("prompt", "ground_truth", "metadata", *algorithm.columns)))
     except (RlhfError, ValueError, ArithmeticError, LookupError) as error:
         raise ConfigError(

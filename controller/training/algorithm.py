@@ -32,7 +32,12 @@ POLICY = (
     "max_log_prob_drift",
     "on_truncated",
 )
-CRITIC = ("critic_epochs", *ValueLossTable.model_fields, *ValueClipOptions.model_fields)
+CRITIC = (
+    "critic_epochs",
+    "critic_warmup_steps",
+    *ValueLossTable.model_fields,
+    *ValueClipOptions.model_fields,
+)
 REWARD = ("on_failed_reward", "reward_retries")
 KL_REWARD = ("kl_reward_coefficient", "kl_reward_estimator", "kl_target", "kl_horizon")
 
@@ -247,6 +252,13 @@ class Algorithm:
             raise ConfigError(
                 f"rollout.samples_per_prompt: {self.name} compares the responses to a prompt, so there have to be at "
                 f"least 2 (given: {samples})"
+            )
+        roles = {find_role(table.role).name for table in config.services.values()}
+        warmup = config.algorithm.critic_warmup_steps if self.options is not UnreadOptions else 0
+        if warmup and "critic" not in roles:
+            raise ConfigError(
+                f"algorithm.critic_warmup_steps: {self.name} has no service of role critic, so it has to be 0 "
+                f"(given: {warmup})"
             )
         coefficient = config.algorithm.kl_loss_coefficient
         if coefficient and self.services is not None and "reference" not in self.services.values():

@@ -185,12 +185,15 @@ class Actor(Rollout):
         """Updates the policy by the loss of `[algorithm]`, in `epochs` passes over the batch in `mini_batches`
         mini-batches (default: see `Config.mini_batches`). Columns that this loss does not read are not sent. Where
         advantages are in chunks and the loss adds up by rows, gradients of a chunk begin when it is there. With
-        `on_truncated` drop, waits for the responses and trains on those that ended. Returns no columns.
+        `on_truncated` drop, waits for the responses and trains on those that ended. Makes no call in the first
+        `critic_warmup_steps` steps. Returns no columns.
 
         Raises:
             InvalidRequest: With `on_truncated` drop, no response ended.
         """
         config, algorithm = self._config, self._config.algorithm
+        if not algorithm.updates_actor(self._step_of(batch).number):
+            return FutureBatch(batch.rows, {}, (), batch.step)
         if algorithm.on_truncated == "drop":
             batch = self._that_ended(batch)
         loss = policy_loss(config, with_texts="pretrain_text" in batch)
@@ -247,7 +250,10 @@ class Actor(Rollout):
 
     def update_supervised(self, batch: FutureBatch) -> FutureBatch:
         """Updates the policy by the mean negative log-likelihood of the response tokens, in `algorithm.epochs` passes
-        over the batch in mini-batches (see `Config.mini_batches`). Returns no columns."""
+        over the batch in mini-batches (see `Config.mini_batches`). Makes no call in the first `critic_warmup_steps`
+        steps. Returns no columns."""
+        if not self._config.algorithm.updates_actor(self._step_of(batch).number):
+            return FutureBatch(batch.rows, {}, (), batch.step)
         schedule = _schedule(self._config, batch, self._config.algorithm.epochs)
         updated = self._group.update_supervised(batch, schedule)
         return _synced(updated, self._group, self._receivers, self._step_of(batch))

@@ -36,7 +36,7 @@ def optimizer_options(table: OptimizerTable) -> OptimizerOptions:
         weight_decay=table.weight_decay,
         max_grad_norm=table.max_grad_norm,
         reject_grad_norm=table.reject_grad_norm or math.inf,
-        warmup_steps=table.warmup_steps,
+        warmup_steps=table.num_warmup_steps,
         schedule=table.schedule,
         total_steps=table.total_steps,
         min_ratio=table.min_ratio,

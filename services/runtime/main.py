@@ -35,7 +35,7 @@ from settings.actor import ActorTable
 from settings.commands import set_option
 from settings.fit import check_model_fits, sized_for_rows
 from settings.hub import fetch, hub_model
-from settings.model import ModelTable
+from settings.model import ModelTable, OptimizerTable
 from settings.rollout import RolloutServiceTable
 from settings.security import security_of
 from settings.service import ServiceTable
@@ -154,8 +154,8 @@ def _with_local_model(table: ServiceTable, name: str) -> ServiceTable:
 
 
 def _check(table: ServiceTable, role: str, name: str) -> None:
-    """Checks role, number of ranks, model directory, size of the model, port, and whether it may be open to other
-    hosts, before torch is imported.
+    """Checks role, number of ranks, model directory, schedule, size of the model, port, and whether it may be open to
+    other hosts, before torch is imported.
 
     Raises:
         ConfigError: One of these checks fails.
@@ -169,6 +169,12 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
     if model is not None and not (model / "config.json").is_file():
         defect = "has no config.json" if model.is_dir() else "does not exist"
         raise ConfigError(f"services.{name}.model: directory {model} {defect}")
+    optimizer = getattr(table, "optimizer", None)
+    if isinstance(optimizer, OptimizerTable) and optimizer.lacks_total_steps:
+        raise ConfigError(
+            f"services.{name}.optimizer.total_steps: has to be given to a service that rlhf-controller --launch does "
+            "not start; rlhf-controller --dry-run shows the number for a run"
+        )
     check_model_fits(name, table)
     if int(os.environ.get("RANK", "0")) == 0:
         try:

@@ -82,6 +82,7 @@ APART = ("transfer/", "rollout/kl", "rollout/parity", "actor/rollout_cut")
     ("algorithm", "same", "other"),
     [
         ("grpo", ("run.ahead=2", "rollout.segments=2"), ("rollout.chunks=3", *OTHER["rollout"][1])),
+        ("ppo", ("algorithm.critic_warmup_steps=2",), (*OTHER["rollout"][1], *OTHER["actor"][3])),
         ("ppo", (*TURNS, *SAME["reward"][0], *SAME["adapters"][0]), (*VALUES, *OTHER["critic"][0])),
     ],
 )

@@ -137,6 +137,26 @@ def test_a_resumed_run_may_have_another_learning_rate_and_says_so(small: Config,
 
 
 @pytest.mark.slow
+@pytest.mark.full
+def test_a_schedule_ends_where_the_run_was_to_end_at_first(small: Config, tmp_path: Path) -> None:
+    optimizer = {"learning_rate": 3e-4, "schedule": "linear", "warmup_ratio": 0.5}
+    tables = small.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    tables["services"]["actor"]["optimizer"] = optimizer
+    rows = tables["data"]["prompts_per_step"] * tables["rollout"]["samples_per_prompt"]
+    tables["algorithm"] = {**tables.get("algorithm", {}), "mini_batch_size": rows}
+    config = with_tables(Config.model_validate(tables), run={"steps": 2}, checkpoint={"at_end": True})
+    key = "services.actor.optimizer.total_steps"
+    with resumable(config, tmp_path, algorithm="dr_grpo", options=LAUNCHED) as run:
+        run.finish(run.start())
+        run.finish(run.resume("--set", "run.steps=3"))
+        out, _ = run.finish(run.resume("--set", "run.steps=4", "--set", f"{key}=0"))
+        assert f"{key} was 2 and is 4 from here on" in " ".join(out.split())
+        # Step 4 is half way down from the end of the warm-up of two steps.
+        rates = [line.get("actor/lr") for line in read_metrics(run.run_dir)]
+        assert rates == [None, 3e-4, 3e-4, 0.0, pytest.approx(1.5e-4)]
+
+
+@pytest.mark.slow
 def test_a_run_that_loses_services_restarts_by_itself_and_has_the_same_results(
     small: Config, expected: Results, tmp_path: Path
 ) -> None:

@@ -44,12 +44,13 @@ def test_a_cosine_rate_falls_along_half_a_cosine_to_its_lowest_and_stays():
 @pytest.mark.parametrize(
     ("table", "reason"),
     [
-        ({"schedule": "cosine"}, "schedule cosine needs total_steps above warmup_steps"),
         ({"schedule": "linear", "total_steps": 5, "warmup_steps": 5}, "given are 5 and 5"),
-        ({"total_steps": 5}, "are for schedule cosine and linear"),
-        ({"min_ratio": 0.1}, "are for schedule cosine and linear"),
+        ({"schedule": "linear", "total_steps": 5, "warmup_ratio": 0.95}, "given are 5 and 5"),
+        ({"warmup_ratio": 0.5, "warmup_steps": 5}, "give warmup_steps or warmup_ratio, not both"),
+        ({"total_steps": 5}, "total_steps for these and for warmup_ratio"),
+        ({"min_ratio": 0.1}, "min_ratio is for schedule cosine and linear"),
     ],
 )
-def test_a_schedule_without_its_end_is_refused(table: dict[str, Any], reason: str):
+def test_a_schedule_that_contradicts_itself_is_refused(table: dict[str, Any], reason: str):
     with pytest.raises(ConfigError, match=reason):
         validate(OptimizerTable, table, "test")
