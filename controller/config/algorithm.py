@@ -68,8 +68,9 @@ class AlgorithmTable(ValueClipOptions, ValueLossTable, PpoOptions, PolicyLossTab
     """Options of the chosen algorithm; see the tables of the algorithms below."""
 
     def updates_actor(self, step: int) -> bool:
-        """Returns whether actors are updated in a step: after the first `critic_warmup_steps`."""
-        return step > self.critic_warmup_steps
+        """Returns whether actors are updated in a step: in all but steps 1 to `critic_warmup_steps`. Step 0 is what a
+        run calls before its first step."""
+        return not 1 <= step <= self.critic_warmup_steps
 
     def loss_options(self, key: str) -> Strict:
         """Returns all options of the loss per token that the value of `key`, surrogate or value_loss, names. An option

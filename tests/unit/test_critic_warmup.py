@@ -206,3 +206,21 @@ def test_a_checkpoint_is_evaluated_without_critics() -> None:
     config = find_algorithm("ppo").configure(load(QUICKSTARTS / "quickstart.toml", (WARMUP,)))
     actor = config.model_copy(update={"services": {"actor": config.services["actor"]}})
     assert set(Algorithm(critic_free, options=UnreadOptions).configure(actor).services) == {"actor"}
+
+
+def before_the_first_step(run: Run) -> None:
+    actor = run.actor()
+    batch = FutureBatch.of(prompt=["1", "2", "3", "4"])
+    batch |= actor.generate_sequences(batch)
+    batch |= actor.compute_log_prob(batch)
+    batch |= FutureBatch.of(advantages=np.zeros(4))
+    actor.update_actor(batch).records()
+    by_group(run)
+
+
+@pytest.mark.parametrize(("given", "later"), [((), [1, 2, 3, 4]), ((WARMUP,), [3, 4])])
+def test_an_update_before_the_first_step_is_made(
+    given: tuple[str, ...], later: list[int], tmp_path: Path
+) -> None:
+    run = simulate(tmp_path, "ppo", STEPS, *given, algorithm=before_the_first_step)
+    assert steps_of(run, "actor", "update_actor") == [0, *later]
