@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
@@ -104,7 +105,7 @@ class Plan:
         if reference_of(found) != stored["algorithm"]:
             raise ConfigError(f"{run_dir} is a run of {stored['algorithm']}, not of {reference_of(found)}")
         config = found.configure(_config_of(run_dir, settings))
-        check_config(point.facts["config"], found.resolved(config), elsewhere=elsewhere)
+        check_config(with_new_keys(found, point.facts["config"]), found.resolved(config), elsewhere=elsewhere)
         if config.run.epochs is None:
             _check_unfinished(point, config)
         data, pretrain = _read(found, config, point.started_unix_ns)
@@ -115,7 +116,8 @@ class Plan:
     def at(self, point: ResumePoint) -> Plan:
         """Returns the plan of the same run that goes on from another point. Raises ConfigError where its config, data,
         tokenizer or models are not those of that point, or the run has ended there."""
-        before, resolved = point.facts["config"], self.algorithm.resolved(self.config)
+        resolved = self.algorithm.resolved(self.config)
+        before = with_new_keys(self.algorithm, point.facts["config"])
         check_config(before, resolved, elsewhere=self.elsewhere)
         _check_unfinished(point, self.config)
         check_contents(point.facts["contents"], self.contents)
@@ -143,6 +145,20 @@ class Plan:
     def resolved(self, config: Config) -> str:
         """Returns `config` with all defaults as TOML, below a comment with the identity of the run."""
         return self.identity.as_comment() + tomli_w.dumps(self.algorithm.resolved(config))
+
+
+def with_new_keys(algorithm: Algorithm, tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the tables of a checkpoint's config with the defaults of keys that they lack: those of a later version
+    than wrote it. Returns them as they are where this version cannot read them.
+
+    Args:
+        algorithm: Algorithm of the run.
+        tables: Tables of the config, as `Algorithm.resolved` returned them.
+    """
+    try:
+        return algorithm.resolved(algorithm.configure(validate(Config, dict(tables), "of the checkpoint")))
+    except ConfigError:
+        return tables
 
 
 def _read(

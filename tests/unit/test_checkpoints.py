@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 from controller.advantage.kl import AdaptiveKL, FixedKL
 from controller.advantage.safe import Multiplier
+from controller.algorithms import find_algorithm
 from controller.checkpoints import saver
 from controller.checkpoints.digests import Digest, digest_of, fingerprint
 from controller.checkpoints.facts import (
@@ -46,6 +47,7 @@ from controller.config.checkpoint import CheckpointTable
 from controller.config.config import load
 from controller.data import chat
 from controller.identity import Identity
+from controller.plan import with_new_keys
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.platform import platform_of
 from controller.tracking.marks import Mark, check_marks, cut_files, mark_files
@@ -707,6 +709,18 @@ class TestFacts:
         with pytest.raises(ConfigError, match=f"^{key} was .*--elsewhere"):
             check_config(tables, now, elsewhere=False)
         check_config(tables, now, elsewhere=True)
+
+    def test_keys_that_the_version_of_a_checkpoint_did_not_have_count_as_their_defaults(self) -> None:
+        ppo = find_algorithm("ppo")
+        now = ppo.resolved(ppo.configure(load(QUICKSTART)))
+        before = json.loads(json.dumps(now))
+        del before["data"]["shuffle"], before["algorithm"]["critic_warmup_steps"]
+        del before["services"]["actor"]["optimizer"]["warmup_ratio"]
+        assert with_new_keys(ppo, before) == now
+        with pytest.raises(ConfigError, match=r"^data\.shuffle was true .* and is false now"):
+            check_config(with_new_keys(ppo, before), changed(now, "data.shuffle", False), elsewhere=False)
+        unreadable = changed(before, "data.shufle", True)
+        assert with_new_keys(ppo, unreadable) == unreadable
 
     def test_learning_rates_may_differ_and_are_told(self, tables: dict[str, Any]) -> None:
         now = changed(tables, "services.actor.optimizer.learning_rate", 1e-3)
