@@ -60,6 +60,7 @@ class GeneratingGroup(RoleGroup):
                 lateness=number,
                 sampling=sampling,
                 return_text=asked["response"],
+                return_ends=asked["turn_end"],
                 segment_tokens=0 if is_last else -(-sampling.max_new_tokens // segments),
             )
             made = replace(part, calls=(*made.calls, *part.calls))

@@ -146,6 +146,8 @@ class SimulatedService:
             if name == "response" and not getattr(request, "return_text", True):
                 continue
             if name == "turn_end":
+                if not request.return_ends:
+                    continue
                 most = request.sampling.max_new_tokens
                 columns[name] = LocalColumn(["stop" if n < most else "length" for n in lengths])
                 continue

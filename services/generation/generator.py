@@ -102,8 +102,9 @@ class SequenceGenerator:
             "prompt_ids": jagged_ids(prompts, ID_DTYPE),
             "response_ids": Jagged(generation.responses.values.int(), generation.responses.lengths),
             "rollout_log_probs": generation.log_probs,
-            "turn_end": list(generation.finish_reasons),
         }
+        if request.return_ends:
+            columns["turn_end"] = list(generation.finish_reasons)
         if request.return_text:
             columns["response"] = self.texts.response_texts(generation.responses, options.stop)
         finished = sum(reason == "stop" for reason in generation.finish_reasons)
@@ -154,7 +155,8 @@ class SequenceGenerator:
         if request.segment_tokens:
             return CallResult(columns)
         left = partial.unfinished(frozenset(self._eos_ids), request.sampling.max_new_tokens + 1)
-        columns["turn_end"] = ["length" if row in left else "stop" for row in range(len(prompts))]
+        if request.return_ends:
+            columns["turn_end"] = ["length" if row in left else "stop" for row in range(len(prompts))]
         return CallResult(columns, {"finished": (len(prompts) - len(left), len(prompts))})
 
     def _episodes(

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from controller import job
+from controller.algorithms import find_algorithm
 from controller.config.config import Config
 from controller.data.prompts import load_data
 from controller.tracking.metrics import read_metrics
@@ -273,7 +274,7 @@ def test_transcripts_in_one_file_train_the_same_weights_as_prompts_and_responses
     assert "run.epochs 3: 6 steps of 2 prompts, from 4 training rows" in said
     assert "responses are cut to rollout.max_response_tokens, 2: 3 of 4 training rows" in said
 
-    train, heldout = load_data(made.config, ("response",))
+    train, heldout = load_data(find_algorithm("sft").configure(made.config), ("response",))
     for name, rows in (("train", train), ("heldout", heldout)):
         plain = [
             {"prompt": row.text, "response": row.texts["response"]}

@@ -240,7 +240,8 @@ class SimulatedRanks:
         made: dict[str, Any] = {"prompt_ids": ids, "response_ids": ids, "rollout_log_probs": log_probs}
         made["response_versions"] = Jagged(np.concatenate(born), lengths)
         most = request.sampling.max_new_tokens
-        made["turn_end"] = ["stop" if length < most else "length" for length in lengths]
+        if request.return_ends:
+            made["turn_end"] = ["stop" if length < most else "length" for length in lengths]
         return made | ({"response": ["x"] * len(prompts)} if request.return_text else {})
 
     def _made(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:

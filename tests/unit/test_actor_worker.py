@@ -61,7 +61,7 @@ def test_a_response_whose_last_possible_token_is_an_end_is_not_cut_off(
     actor: ActorWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = actor_pb2.GenerateSequencesRequest(
-        sampling=actor_pb2.Sampling(max_new_tokens=4, temperature=1.0)
+        sampling=actor_pb2.Sampling(max_new_tokens=4, temperature=1.0), return_ends=True
     )
     ids = actor.generate_sequences(text_rows(), request, make_call()).columns["response_ids"].tolist()
     end = ids[0][-1]

@@ -39,7 +39,7 @@ def rank(tiny_llama_dir: Path) -> Iterator[OneRank]:
 def go_on(rank: OneRank, sampling: actor_pb2.Sampling, tokens: int) -> dict[str, float]:
     """Adds a segment of `tokens` tokens to the responses; 0: all that are left."""
     rank.columns |= {name: rank.columns[made] for name, made in PARTIAL.items()}
-    request = actor_pb2.GenerateSequencesRequest(sampling=sampling, segment_tokens=tokens)
+    request = actor_pb2.GenerateSequencesRequest(sampling=sampling, segment_tokens=tokens, return_ends=True)
     return rank.call(rank.actor, "generate_sequences", request, "prompt", *PARTIAL)
 
 
@@ -50,13 +50,13 @@ def texts(rank: OneRank, name: str) -> list[str]:
 
 
 def begin(rank: OneRank, sampling: actor_pb2.Sampling, tokens: int) -> None:
-    request = actor_pb2.GenerateSequencesRequest(sampling=sampling, segment_tokens=tokens)
+    request = actor_pb2.GenerateSequencesRequest(sampling=sampling, segment_tokens=tokens, return_ends=True)
     rank.call(rank.actor, "generate_sequences", request, "prompt")
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, NEW_TOKENS])
 def test_segments_add_up_to_the_response_of_one_call(rank: OneRank, tokens: int) -> None:
-    request = actor_pb2.GenerateSequencesRequest(sampling=GREEDY)
+    request = actor_pb2.GenerateSequencesRequest(sampling=GREEDY, return_ends=True)
     metrics = rank.call(rank.actor, "generate_sequences", request, "prompt")
     ids, log_probs = rank.read("response_ids"), rank.read("rollout_log_probs")
     ends = texts(rank, "turn_end")
