@@ -20,6 +20,7 @@ from controller.evaluate import evaluate
 from controller.export import export
 from controller.foresight import check_listening, check_models, missing_models
 from controller.job import resume, run
+from controller.optimizer_steps import with_total_steps
 from controller.plan import Plan
 from controller.quickstart import build_quickstart, load_quickstart
 from controller.tracking.report import write_report
@@ -272,7 +273,7 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
         for line in messages_without_end(config, plan.data, algorithm.columns):
             click.echo(f"warning: {line}", err=True)
     else:
-        config = algorithm.configure(config)
+        config = with_total_steps(algorithm.configure(config))
         check_models(config)
     environment_factory(config.rollout.environment)
     check_listening(config)

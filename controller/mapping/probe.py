@@ -20,6 +20,7 @@ from controller.mapping.devices import DeviceGroup
 from controller.mapping.problem import Model
 from controller.mapping.record import record_dataflow
 from controller.mapping.workload import LengthShares, Workload
+from controller.optimizer_steps import as_of_a_long_run
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import results
 from controller.role_groups.roles import ActorGroup, CriticGroup
@@ -118,7 +119,8 @@ def probe_lines(probed: Probed) -> Iterator[str]:
 
 def _probe_config(config: Config) -> Config:
     """Returns the config of a run that times calls: as many steps as calls are repeated, one after another, without
-    evaluations, samples, checkpoints, trackers and a warm-up of critics."""
+    evaluations, samples, files of rows, checkpoints, trackers and a warm-up of critics. Learning rates whose schedule
+    follows the length of the run are those at the start of a long one."""
     run = {
         "name": "probe",
         "steps": 1 + REPEATS,
@@ -126,10 +128,12 @@ def _probe_config(config: Config) -> Config:
         "ahead": 0,
         "evaluate_every": 0,
         "samples": 0,
+        "rollouts_every": 0,
         "verify_every": 0,
     }
     return config.without_critic_warmup().model_copy(
         update={
+            "services": {name: as_of_a_long_run(table) for name, table in config.services.items()},
             "run": config.run.model_copy(update=run),
             "rollout": config.rollout.model_copy(update={"segments": 1, "chunks": 1}),
             "checkpoint": CheckpointTable(),

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import pytest
 import tomli_w
 
+from controller.algorithms import find_algorithm
 from controller.config.config import load
 from controller.config.tracking import TrackingTable
 from controller.mapping import probe
@@ -20,10 +21,13 @@ from controller.mapping.dataflow import Call
 from controller.mapping.devices import DeviceGroup, DeviceTable, built_in_devices, device_group, read_devices
 from controller.mapping.problem import Model
 from controller.mapping.workload import LengthShares, Workload
+from controller.optimizer_steps import LONG_STEPS, with_total_steps
 from rlhf.errors import ConfigError, RlhfError
+from settings.actor import ActorTable
 from settings.memory.shape import ModelShape
 from settings.memory.use import ModelUse, RolloutUse
 
+QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
 GROUP = device_group("CPU:2")
 SMALL = ModelShape(
     "llama", vocabulary=512, hidden=64, intermediate=128, layers=4, heads=8, kv_heads=4, head_dim=32
@@ -183,7 +187,21 @@ def test_services_that_do_not_load_their_models_after_a_failed_probe_are_named_b
     assert said == ["the updates of the probe are not undone in actor until a run begins there: it is gone"]
 
 
-def test_a_probe_is_reported_to_no_tracker() -> None:
-    quickstart = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
-    config = load(quickstart, ("tracking.trackers=['wandb']", "tracking.prometheus_port=9090"))
+def test_a_probe_is_reported_to_no_tracker_and_writes_no_responses() -> None:
+    config = load(QUICKSTART, ("tracking.trackers=['wandb']", "tracking.prometheus_port=9090"))
     assert probe._probe_config(config).tracking == TrackingTable()
+    assert not probe._probe_config(load(QUICKSTART, ("run.rollouts_every=1",))).run.rollouts_every
+
+
+@pytest.mark.parametrize("warmup", ["warmup_steps=1000", "warmup_ratio=0.5"])
+def test_services_whose_learning_rate_follows_the_run_are_probed(warmup: str) -> None:
+    """A probe has six steps, and a warm-up may be longer."""
+    config = load(
+        QUICKSTART, ("services.actor.optimizer.schedule='cosine'", f"services.actor.optimizer.{warmup}")
+    )
+    found = with_total_steps(find_algorithm("ppo").configure(probe._probe_config(config))).services["actor"]
+    given = config.services["actor"]
+    assert isinstance(found, ActorTable)
+    assert isinstance(given, ActorTable)
+    assert found.optimizer == given.optimizer.model_copy(update={"total_steps": LONG_STEPS})
+    assert not found.optimizer.lacks_total_steps

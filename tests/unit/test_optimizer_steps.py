@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from controller.algorithms import find_algorithm
 from controller.checkpoints.facts import changed_learning_rates, check_config
+from controller.cli import main as rlhf_controller
 from controller.config.config import Config, as_config, load
 from controller.optimizer_steps import with_total_steps
 from controller.plan import Plan
@@ -81,11 +83,27 @@ def test_a_warm_up_is_a_fraction_of_the_run() -> None:
             ("services.actor.optimizer.warmup_ratio=0.1", "services.actor.optimizer.warmup_steps=4"),
             "give warmup_steps or warmup_ratio, not both",
         ),
+        (
+            (f"services.actor.{FALLING}", "algorithm.critic_warmup_steps=10"),
+            "services.actor.optimizer.total_steps: has to be given where no step of the run updates the service: "
+            "run.steps is 10, algorithm.critic_warmup_steps is 10",
+        ),
     ],
 )
 def test_a_warm_up_that_cannot_be_is_refused(settings: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         with_total_steps(of_ppo(*settings))
+
+
+def test_a_dry_run_of_a_quickstart_shows_the_number() -> None:
+    flags = ("--set", f"services.actor.{FALLING}", "--set", "run.steps=10")
+    ran = CliRunner().invoke(rlhf_controller, ["--algo", "ppo", "--dry-run", *flags])
+    assert ran.exit_code == 0, ran.output
+    quickstart = find_algorithm("ppo").configure(
+        load(QUICKSTART, ("run.steps=10", f"services.actor.{FALLING}"))
+    )
+    shown = tomllib.loads(ran.stdout)["services"]["actor"]["optimizer"]["total_steps"]
+    assert shown == totals(quickstart)["actor"] > 0
 
 
 @pytest.mark.parametrize("keys", [{"schedule": "cosine"}, {"warmup_ratio": 0.1}])

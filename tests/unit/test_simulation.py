@@ -357,3 +357,8 @@ def test_sources_that_are_only_evaluated_on_change_no_time_of_a_step() -> None:
     sources = "data.sources=[{name='contest',heldout='c.jsonl'},{name='sums',path='s.jsonl',heldout_rows=1}]"
     trace = trace_of("ppo", "data.train=''", "data.heldout=''", sources)
     assert [metrics["time/step_s"] for metrics in trace.metrics] == pytest.approx([4 + 3 + 7] * 3)
+
+
+def test_a_run_whose_responses_are_written_to_files_is_simulated_without_them() -> None:
+    plain, found = (trace_of("ppo", *settings) for settings in ((), ("run.rollouts_every=1",)))
+    assert found.calls == plain.calls
