@@ -134,9 +134,11 @@ def _evidence(lines: list[str], log: Path) -> str:
 
 
 def _is_disk_full(log: Path) -> bool:
-    """Whether nothing can be written any longer beside a log; its last lines may then be missing."""
+    """Whether nothing can be written any longer beside a log; its last lines may then be missing. A file system that
+    does not say its size counts as not full."""
     try:
-        return os.statvfs(log.parent).f_bavail == 0
+        disk = os.statvfs(log.parent)
+        return disk.f_blocks > 0 and disk.f_bavail == 0
     except OSError:
         return False
 

@@ -97,8 +97,16 @@ def test_that_a_service_was_ready_explains_no_end(tmp_path: Path) -> None:
 def test_a_log_on_a_full_disk_may_lack_the_cause_and_says_so(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs.os, "statvfs", lambda _: SimpleNamespace(f_bavail=0))
+    monkeypatch.setattr(logs.os, "statvfs", lambda _: SimpleNamespace(f_blocks=8, f_bavail=0))
     assert explain_exit({0: 1}, 1, log) == f"exited with code 1: two (log: {log}, whose disk is full)"
+
+
+def test_a_disk_that_does_not_say_its_size_is_not_told_as_full(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some file systems over a network or in user space."""
+    monkeypatch.setattr(logs.os, "statvfs", lambda _: SimpleNamespace(f_blocks=0, f_bavail=0))
+    assert explain_exit({0: 1}, 1, log) == f"exited with code 1: two (log: {log})"
 
 
 def test_a_line_of_a_traceback_is_not_the_cause_that_a_service_reports(tmp_path: Path) -> None:
