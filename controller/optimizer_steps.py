@@ -6,7 +6,7 @@ from controller.config.config import Config
 from controller.config.memory import steps_of_update
 from rlhf.errors import ConfigError
 from rlhf.roles import find_role
-from settings.model import OptimizerTable
+from settings.model import OptimizerTable, optimizer_without_end
 from settings.service import ServiceTable
 from settings.strict import validate
 
@@ -26,7 +26,7 @@ def with_total_steps(config: Config) -> Config:
     """
     services = {}
     for name, table in config.services.items():
-        if optimizer := _of_unknown_length(table):
+        if optimizer := optimizer_without_end(table):
             steps = _updates(config, table) * steps_of_update(config, table)
             if not steps:
                 raise ConfigError(
@@ -44,16 +44,10 @@ def with_total_steps(config: Config) -> Config:
 def as_of_a_long_run(table: ServiceTable) -> ServiceTable:
     """Returns the table of a service with `LONG_STEPS` as `total_steps` of its optimizer where `with_total_steps` would
     compute them, so that a few updates run at the learning rates of the start of a run."""
-    optimizer = _of_unknown_length(table)
+    optimizer = optimizer_without_end(table)
     if optimizer is None:
         return table
     return table.model_copy(update={"optimizer": optimizer.model_copy(update={"total_steps": LONG_STEPS})})
-
-
-def _of_unknown_length(table: ServiceTable) -> OptimizerTable | None:
-    """Returns the optimizer of a service if its learning rate depends on `total_steps`, which it does not give."""
-    optimizer = getattr(table, "optimizer", None)
-    return optimizer if isinstance(optimizer, OptimizerTable) and optimizer.lacks_total_steps else None
 
 
 def _updates(config: Config, table: ServiceTable) -> int:

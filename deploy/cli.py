@@ -35,6 +35,7 @@ from reports.units import counted
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopt
 from settings.commands import Commands, address_given, set_option
+from settings.model import optimizer_without_end
 from settings.security import security_option
 
 READY = "ready"
@@ -247,6 +248,11 @@ def check(
     for name in names:
         preflight.check_function(name, loaded.services[name])
         preflight.check_sandbox(name, loaded.services[name])
+    if lacking := [name for name in names if optimizer_without_end(loaded.services[name])]:
+        _say(
+            f"note: total_steps of the optimizer is not given for {', '.join(lacking)}: rlhf-controller --launch "
+            "computes it, and up needs it"
+        )
     gpus = gpus_by_service(loaded, names, visible_gpus(os.environ), plan.host)
     for name in filter(loaded.is_placed, names):
         sees = f" (CUDA_VISIBLE_DEVICES {','.join(gpus[name])})" if name in gpus else ""

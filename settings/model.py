@@ -82,6 +82,13 @@ class OptimizerTable(Strict):
         return self
 
 
+def optimizer_without_end(table: ServiceTable) -> OptimizerTable | None:
+    """Returns the optimizer of a service whose learning rate depends on `total_steps`, which are not given; None for
+    any other service."""
+    optimizer = getattr(table, "optimizer", None)
+    return optimizer if isinstance(optimizer, OptimizerTable) and optimizer.lacks_total_steps else None
+
+
 class LoadedModelTable(ServiceTable):
     """Settings common to services that compute with a model of a Hugging Face directory."""
 

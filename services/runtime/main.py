@@ -35,7 +35,7 @@ from settings.actor import ActorTable
 from settings.commands import set_option
 from settings.fit import check_model_fits, sized_for_rows
 from settings.hub import fetch, hub_model
-from settings.model import ModelTable, OptimizerTable
+from settings.model import ModelTable, optimizer_without_end
 from settings.rollout import RolloutServiceTable
 from settings.security import security_of
 from settings.service import ServiceTable
@@ -169,8 +169,7 @@ def _check(table: ServiceTable, role: str, name: str) -> None:
     if model is not None and not (model / "config.json").is_file():
         defect = "has no config.json" if model.is_dir() else "does not exist"
         raise ConfigError(f"services.{name}.model: directory {model} {defect}")
-    optimizer = getattr(table, "optimizer", None)
-    if isinstance(optimizer, OptimizerTable) and optimizer.lacks_total_steps:
+    if optimizer_without_end(table):
         raise ConfigError(
             f"services.{name}.optimizer.total_steps: has to be given to a service that rlhf-controller --launch does "
             "not start; rlhf-controller --dry-run shows the number for a run"

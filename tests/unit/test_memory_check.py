@@ -82,6 +82,21 @@ def test_what_fits_is_checked_further(model: Path, monkeypatch: pytest.MonkeyPat
     assert ran.stdout.endswith("engines.toml: reference can be started\n")
 
 
+def test_a_schedule_that_the_controller_ends_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`up` does not know the run, and its services end at once without the number."""
+    monkeypatch.setattr(preflight, "check", lambda *_: None)
+    schedule = ("--set", "services.actor.optimizer.schedule='cosine'")
+    flags = ("--only", "actor", "--device-memory-gb", "250")
+    ran = check(model, *flags, *schedule)
+    assert (ran.exit_code, ran.stderr) == (
+        0,
+        "note: total_steps of the optimizer is not given for actor: rlhf-controller --launch computes it, and up "
+        "needs it\n",
+    )
+    ran = check(model, *flags, *schedule, "--set", "services.actor.optimizer.total_steps=7")
+    assert (ran.exit_code, ran.stderr) == (0, "")
+
+
 def test_services_on_a_device_are_added_up(model: Path) -> None:
     pool = (
         "pools.shared=['gpu:0', 'gpu:1', 'gpu:2', 'gpu:3']",
