@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -182,7 +183,7 @@ def _config_of(run_dir: Path, settings: tuple[str, ...]) -> Config:
     path = run_dir / CONFIG_FILE
     config = validate(Config, with_settings(read_toml(path), settings), str(path))
     parent = run_dir.resolve().parent
-    if config.run.directory.resolve() == parent:
+    if Path(os.path.realpath(config.run.directory)) == parent:  # Path.resolve raises in a loop of links
         return config
     return config.model_copy(update={"run": config.run.model_copy(update={"directory": parent})})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,10 +89,11 @@ class ResumePoint:
             ConfigError: The directory is no complete checkpoint, or its run has removed it meanwhile.
             RlhfError: A file of it is damaged; the text names it.
         """
-        run_dir = directory.resolve().parent.parent
+        place = Path(os.path.realpath(directory))  # Path.resolve raises in a loop of links
+        run_dir = place.parent.parent
         store = CheckpointStore(run_dir)
         for commit in store.commits():
-            if store.place(commit.step) == directory.resolve():
+            if store.place(commit.step) == place:
                 try:
                     return ResumePoint._verified(run_dir, store, commit)
                 except RlhfError:

@@ -72,7 +72,7 @@ class CheckpointStore:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir.resolve() / DIRECTORY
+        self.path = Path(os.path.realpath(run_dir)) / DIRECTORY  # Path.resolve raises in a loop of links
         self._ownership = Ownership(run_dir)
         # Ranks may still write for a controller that was killed.
         self._partial = f".{secrets.token_hex(4)}{PARTIAL}"

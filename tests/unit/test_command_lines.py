@@ -166,3 +166,15 @@ def test_a_path_in_a_loop_of_links_is_refused_in_a_line(
     assert ran.stderr.startswith("error: ")
     assert ran.stderr.endswith("Too many levels of symbolic links\n")
     assert ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("evaluate",), ("export", "--out", "model")], ids=lambda words: words[0])
+def test_a_checkpoint_in_a_loop_of_links_is_refused_in_a_line(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    ran = CliRunner().invoke(PROGRAMS["rlhf-controller"], [*command, str(tmp_path / "a")])
+    assert ran.exit_code == USAGE_ERROR, ran.output
+    assert ran.stderr.startswith(f"error: {tmp_path / 'a'}")
+    assert ran.stderr.count("\n") == 1
