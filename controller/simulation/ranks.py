@@ -134,7 +134,8 @@ class SimulatedService:
         return self._collected[method.name]
 
     def _made(self, method: Method, request: Any, lengths: np.ndarray | None, rank: int) -> Batch:
-        """Returns the output columns of a rank; prompts and responses that it makes have lengths of the workload."""
+        """Returns the output columns of a rank; prompts and responses that it makes have lengths of the workload, and
+        all responses have ended, also those of the maximum length, which a workload has by default."""
         call, rows = request.call, request.batch.rows
         if lengths is None:
             numbers = wire.row_numbers(request.batch)
@@ -146,10 +147,8 @@ class SimulatedService:
             if name == "response" and not getattr(request, "return_text", True):
                 continue
             if name == "turn_end":
-                if not request.return_ends:
-                    continue
-                most = request.sampling.max_new_tokens
-                columns[name] = LocalColumn(["stop" if n < most else "length" for n in lengths])
+                if request.return_ends:
+                    columns[name] = LocalColumn(["stop"] * rows)
                 continue
             of_prompt = drawn_lengths(self._prompts, np.arange(rows), (call.seed, call.step))
             columns[name] = made_column(name, of_prompt if name == "prompt_ids" else lengths, holder, number)

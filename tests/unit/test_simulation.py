@@ -20,6 +20,7 @@ from client.waiting import counting, settle
 from controller.algorithms import find_algorithm
 from controller.config.config import Config, load
 from controller.mapping.cli import main
+from controller.mapping.record import record_dataflow
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import Promise, on_thread
 from controller.role_groups.loop import Loop
@@ -362,3 +363,20 @@ def test_sources_that_are_only_evaluated_on_change_no_time_of_a_step() -> None:
 def test_a_run_whose_responses_are_written_to_files_is_simulated_without_them() -> None:
     plain, found = (trace_of("ppo", *settings) for settings in ((), ("run.rollouts_every=1",)))
     assert found.calls == plain.calls
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_responses_of_the_maximum_length_are_trained_on_where_those_that_were_cut_off_are_not(
+    name: str, ahead: int
+) -> None:
+    """They are the workload of a plan where no lengths are given."""
+    settings = (f"run.ahead={ahead}", f"rollout.max_response_tokens={RESPONSES[-1][0]}")
+    plain = configured(name, *settings)
+    found = configured(name, *settings, "algorithm.on_truncated='drop'")
+    algorithm, durations = find_algorithm(name), Durations(CallTimes(SECONDS))
+    assert record_dataflow(algorithm, found)[1:] == record_dataflow(algorithm, plain)[1:]
+    one, other = (
+        simulate_run(config, algorithm, durations, PROMPTS, RESPONSES[-1:], 2) for config in (plain, found)
+    )
+    assert sorted(call.method for call in other.calls) == sorted(call.method for call in one.calls)
