@@ -118,7 +118,8 @@ def probe_lines(probed: Probed) -> Iterator[str]:
 
 def _probe_config(config: Config) -> Config:
     """Returns the config of a run that times calls: as many steps as calls are repeated, one after another, without
-    evaluations, samples, checkpoints, trackers and a warm-up of critics."""
+    evaluations, files of rows, checkpoints, trackers and a warm-up of critics. Updates train on all rows, also on
+    those that were cut off, so that their times are those of the rows that the workload has."""
     run = {
         "name": "probe",
         "steps": 1 + REPEATS,
@@ -126,11 +127,14 @@ def _probe_config(config: Config) -> Config:
         "ahead": 0,
         "evaluate_every": 0,
         "samples": 0,
+        "rollouts_every": 0,
         "verify_every": 0,
     }
-    return config.without_critic_warmup().model_copy(
+    algorithm = config.algorithm.model_copy(update={"critic_warmup_steps": 0, "on_truncated": "train"})
+    return config.model_copy(
         update={
             "run": config.run.model_copy(update=run),
+            "algorithm": algorithm,
             "rollout": config.rollout.model_copy(update={"segments": 1, "chunks": 1}),
             "checkpoint": CheckpointTable(),
             "tracking": TrackingTable(),

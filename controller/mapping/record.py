@@ -99,7 +99,9 @@ GIVEN = (
 
 def made_up(name: str, rows: int) -> np.ndarray | Jagged[np.ndarray] | list[str]:
     """Returns values for an output of a method: texts, one number per row, or one per response token, which differ
-    from row to row."""
+    from row to row. All responses have ended."""
+    if name == "turn_end":
+        return ["stop"] * rows
     if name in TEXTS:
         return [""] * rows
     numbers = np.arange(rows, dtype=np.float64) % 7 / 7

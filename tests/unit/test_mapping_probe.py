@@ -187,3 +187,11 @@ def test_a_probe_is_reported_to_no_tracker() -> None:
     quickstart = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
     config = load(quickstart, ("tracking.trackers=['wandb']", "tracking.prometheus_port=9090"))
     assert probe._probe_config(config).tracking == TrackingTable()
+
+
+def test_a_probe_trains_on_all_rows_and_writes_none() -> None:
+    quickstart = Path(__file__).parents[2] / "deploy" / "quickstart" / "quickstart.toml"
+    settings = ("algorithm.on_truncated='drop'", "algorithm.critic_warmup_steps=3", "run.rollouts_every=1")
+    config = probe._probe_config(load(quickstart, settings))
+    assert (config.algorithm.on_truncated, config.algorithm.critic_warmup_steps) == ("train", 0)
+    assert config.run.rollouts_every == 0

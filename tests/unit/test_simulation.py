@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from controller.mapping.cli import main
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import Promise, on_thread
 from controller.role_groups.loop import Loop
+from controller.role_groups.roles import ActorGroup
 from controller.simulation.clock import VirtualTimeLoop
 from controller.simulation.durations import CallTimes, Durations, TimedCall, measured
 from controller.simulation.report import steps_table
@@ -357,3 +359,29 @@ def test_sources_that_are_only_evaluated_on_change_no_time_of_a_step() -> None:
     sources = "data.sources=[{name='contest',heldout='c.jsonl'},{name='sums',path='s.jsonl',heldout_rows=1}]"
     trace = trace_of("ppo", "data.train=''", "data.heldout=''", sources)
     assert [metrics["time/step_s"] for metrics in trace.metrics] == pytest.approx([4 + 3 + 7] * 3)
+
+
+def test_files_of_rows_change_no_time_of_a_step() -> None:
+    assert seen(trace_of("ppo", "run.rollouts_every=1")) == seen(trace_of("ppo"))
+
+
+@pytest.mark.parametrize(
+    ("responses", "share"),
+    [([(30, 1.0)], 1.0), ([(2, 1.0)], 1.0), (RESPONSES, 0.5)],
+    ids=["all as long as possible", "all shorter", "some"],
+)
+def test_responses_that_were_cut_off_are_dropped_where_the_workload_has_others(
+    responses: list[tuple[int, float]], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured("ppo", "rollout.max_response_tokens=30", "algorithm.on_truncated='drop'")
+    rows = list[int]()
+    update = ActorGroup.update_actor
+
+    def noted(group: ActorGroup, batch: FutureBatch, *arguments: Any, **options: Any) -> FutureBatch:
+        rows.append(batch.rows)
+        return update(group, batch, *arguments, **options)
+
+    monkeypatch.setattr(ActorGroup, "update_actor", noted)
+    durations = Durations(CallTimes(SECONDS))
+    simulate_run(config, find_algorithm("ppo"), durations, PROMPTS, responses, 3)
+    assert [count / 64 for count in rows] == pytest.approx([share] * 3, abs=0.2 if share < 1 else 0)
