@@ -32,7 +32,7 @@ from controller.role_groups.admission import with_chosen
 from controller.role_groups.cluster import Cluster, Restoration, SavedState
 from controller.role_groups.platform import platform_of
 from controller.tracking.contents import SUMMARY_FILE
-from controller.tracking.marks import cut_files, mark_files
+from controller.tracking.marks import cut_files, mark_files, remove_rollouts
 from controller.tracking.progress import Progress
 from controller.tracking.prometheus import MetricsEndpoint
 from controller.tracking.recorder import Recorder
@@ -192,6 +192,7 @@ def _connect(
     if plan.resumes.commit:
         remove_journal(directory.path)
     cut_files(directory.path, plan.resumes.marks)
+    remove_rollouts(directory.path, plan.resumes.step)
     (directory.path / SUMMARY_FILE).unlink(missing_ok=True)
     for line in (restorer.line(), *restorer.changes()):
         progress.message(line)

@@ -172,7 +172,8 @@ def _read(
     check_traces(config.tracking)
     fetch_descriptions(config)
     check_models(config)
-    data = load_data(config, algorithm.columns, started_unix_ns / 1e9)
+    # Which rewards an algorithm without a declaration trains by is not known.
+    data = load_data(config, algorithm.columns, started_unix_ns / 1e9, algorithm.services or ())
     texts = config.data.pretrain
     return data, TextData.load(texts, "data.pretrain") if texts else None
 

@@ -82,14 +82,15 @@ def dapo(run: Run, options: DAPOOptions) -> None:
 
 def filtered_by(config: Config, options: DAPOOptions) -> list[str]:
     """Returns the names of the services whose scores must differ within a group; each row is judged by the first of
-    them that scores it. Returns an empty list where the reward of every source is a single service, whose scores then
-    decide.
+    them that scores it. Returns an empty list where the reward of every source that is trained on is a single service,
+    whose scores then decide.
 
     Raises:
-        ConfigError: The reward of a source has no service to filter by, or none has the service that `filter_by`
+        ConfigError: The reward of such a source has no service to filter by, or none has the service that `filter_by`
             names.
     """
-    recipes, wanted = config.recipes("reward"), options.filter_by
+    trained, wanted = {source.label for source in config.data.trained_sources}, options.filter_by
+    recipes = {source: recipe for source, recipe in config.recipes("reward").items() if source in trained}
     if wanted and not any(wanted in recipe for recipe in recipes.values()):
         known = ", ".join(sorted({name for recipe in recipes.values() for name in recipe}))
         raise ConfigError(f"algorithm.options.filter_by: no reward is made of {wanted!r}, only of: {known}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,10 @@ class TextData:
 
 
 def load_data(
-    config: Config, columns: Sequence[str] = (), started_unix_s: float | None = None
+    config: Config,
+    columns: Sequence[str] = (),
+    started_unix_s: float | None = None,
+    rewards: Collection[str] = (),
 ) -> tuple[PromptData, PromptData]:
     """Opens and checks the data of a run. Returns the training prompts and the held-out prompts.
 
@@ -158,6 +161,8 @@ def load_data(
         config: Configuration of the run.
         columns: Names of the texts that each row needs beside its prompt.
         started_unix_s: Start of the run, Unix time in seconds, which chat templates may use. Default: now.
+        rewards: Names of the rewards and costs that score training prompts beside the reward of their source. Held-out
+            prompts are scored by all of the config.
 
     Raises:
         ConfigError: A source cannot be read, or has a malformed row.
@@ -165,17 +170,20 @@ def load_data(
     table = config.data
     options = table.chat_options
     render, end = _renderer(config, started_unix_s), cache(partial(response_end, config))
+    others = config.other_rewards(_reward_tables(config))
+    of_training = [name for name in others if name in rewards]
     train, heldout, of_turns = [], [], []
     for number, source in enumerate(table.all_sources):
         prefix = f"data.sources.{number}." if table.sources else "data."
         rows, held_out = _open_source(source, prefix, f"{prefix}{'path' if table.sources else 'train'}")
-        for sources, part in ((train, rows), (heldout, held_out)):
+        for sources, part, scored_by in ((train, rows, of_training), (heldout, held_out, others)):
             if part is not None:
                 if table.turns == "all" and "response" in columns:
                     # After rows are held out, so that no turn of a held-out transcript is trained.
                     part = TurnRows(part, source.columns)
                     of_turns.append(part)
-                sources.append(_prompt_source(config, source, part, (render, end), columns))
+                names = (source.reward, *scored_by)
+                sources.append(_prompt_source(config, source, part, (render, end), columns, names))
                 sources[-1].check()
     if of_turns and not any(each.has_transcripts for each in of_turns):
         raise ConfigError(
@@ -230,16 +238,19 @@ def _renderer(config: Config, started_unix_s: float | None) -> Render:
     return no_tokenizer
 
 
+def _reward_tables(config: Config) -> dict[str, RewardTable]:
+    return {name: each for name, each in config.services.items() if isinstance(each, RewardTable)}
+
+
 def _prompt_source(
     config: Config,
     table: SourceTable,
     rows: RowReader,
     chat: tuple[Render, Callable[[], str]],
     columns: Sequence[str],
+    rewards: Sequence[str],
 ) -> PromptSource:
-    name = table.label if config.data.sources else ""
-    tables = {name: each for name, each in config.services.items() if isinstance(each, RewardTable)}
-    rewards = (table.reward, *config.other_rewards(tables))
+    name, tables = table.label if config.data.sources else "", _reward_tables(config)
     scored_by = [part for name in rewards for part in config.weights_of(name) if part in tables]
     graded_by = next((service for service in scored_by if tables[service].needs_ground_truth), "")
     tested_by = next((service for service in scored_by if tables[service].needs_tests), "")

@@ -119,8 +119,9 @@ def probe_lines(probed: Probed) -> Iterator[str]:
 
 def _probe_config(config: Config) -> Config:
     """Returns the config of a run that times calls: as many steps as calls are repeated, one after another, without
-    evaluations, samples, files of rows, checkpoints, trackers and a warm-up of critics. Learning rates whose schedule
-    follows the length of the run are those at the start of a long one."""
+    evaluations, samples, files of rows, checkpoints, trackers and a warm-up of critics. Updates train on all rows, also
+    on those that were cut off, so that their times are those of the rows that the workload has. Learning rates whose
+    schedule follows the length of the run are those at the start of a long one."""
     run = {
         "name": "probe",
         "steps": 1 + REPEATS,
@@ -131,10 +132,12 @@ def _probe_config(config: Config) -> Config:
         "rollouts_every": 0,
         "verify_every": 0,
     }
-    return config.without_critic_warmup().model_copy(
+    algorithm = config.algorithm.model_copy(update={"critic_warmup_steps": 0, "on_truncated": "train"})
+    return config.model_copy(
         update={
             "services": {name: as_of_a_long_run(table) for name, table in config.services.items()},
             "run": config.run.model_copy(update=run),
+            "algorithm": algorithm,
             "rollout": config.rollout.model_copy(update={"segments": 1, "chunks": 1}),
             "checkpoint": CheckpointTable(),
             "tracking": TrackingTable(),

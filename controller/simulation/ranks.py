@@ -148,11 +148,17 @@ class SimulatedService:
                 continue
             if name == "turn_end":
                 if request.return_ends:
-                    columns[name] = LocalColumn(["stop"] * rows)
+                    columns[name] = LocalColumn(self._ends(lengths, request.sampling.max_new_tokens))
                 continue
             of_prompt = drawn_lengths(self._prompts, np.arange(rows), (call.seed, call.step))
             columns[name] = made_column(name, of_prompt if name == "prompt_ids" else lengths, holder, number)
         return Batch(rows, columns)
+
+    def _ends(self, lengths: np.ndarray, most: int) -> list[str]:
+        """Returns why responses of these lengths [rows] ended: "length" for those of `most` tokens, unless all of the
+        workload have as many, as by default, of which none would be left to train on."""
+        are_alike = all(length == most for length, _ in self._responses)
+        return ["stop" if are_alike or length < most else "length" for length in lengths]
 
 
 class SimulatedRank:

@@ -18,6 +18,8 @@ SUMMARY_FILE = "summary.json"
 RUN_FILE = "run.json"
 """Name of the JSON file with the run's identity: algorithm, command line, platform. It is written before the first
 step."""
+ROLLOUTS = "rollouts"
+"""Name of the directory with the rows of steps, `step-N.jsonl`."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Marks in the files that a run appends to, and the cut of these files back to their marks, from where a resumed run
-continues them."""
+continues them; and the removal of the files of later steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from controller.tracking.contents import ROLLOUTS
 from controller.tracking.metrics import METRICS_FILE, SAMPLES_FILE
 from controller.tracking.run_directory import writing
 from controller.tracking.tensorboard import event_files
@@ -75,6 +76,16 @@ def cut_files(run_dir: Path, marks: Mapping[str, Mark]) -> None:
                 os.truncate(run_dir / name, mark.size)
         for path in event_files(run_dir):
             if path.relative_to(run_dir).as_posix() not in marks:
+                path.unlink()
+
+
+def remove_rollouts(run_dir: Path, after: int) -> None:
+    """Removes the files with the rows of steps above `after`, which a run that goes on there executes again. Raises
+    RlhfError where one cannot be removed."""
+    with writing(run_dir, ROLLOUTS):
+        for path in (run_dir / ROLLOUTS).glob("step-*.jsonl"):
+            step = path.stem.removeprefix("step-")
+            if step.isdecimal() and int(step) > after:
                 path.unlink()
 
 

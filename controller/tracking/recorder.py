@@ -13,7 +13,7 @@ from typing import Any, Self
 from controller.role_groups.dataflow import CallRecord
 from controller.role_groups.replacement import Replaced
 from controller.role_groups.residency import OFFLOAD, ONLOAD
-from controller.tracking.contents import RUN_FILE, SUMMARY_FILE, time_text
+from controller.tracking.contents import ROLLOUTS, RUN_FILE, SUMMARY_FILE, time_text
 from controller.tracking.figures import Figures
 from controller.tracking.metrics import MetricsWriter, Sample, SamplesWriter
 from controller.tracking.observer import Observer
@@ -24,9 +24,6 @@ from controller.tracking.timeline import Timeline
 
 REPORT_EVERY_S = 60.0
 """Time, in seconds, between two reports while the run is under way."""
-
-ROLLOUTS = "rollouts"
-"""Directory of the rows of steps, in that of the run."""
 
 
 class Recorder:

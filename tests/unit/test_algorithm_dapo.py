@@ -146,6 +146,16 @@ def test_groups_are_filtered_by_the_first_service_that_checks_answers_or_by_the_
     assert filtered_by(config_of(*functions, weights=weights), DAPOOptions(**options)) == services
 
 
+def test_sources_that_are_only_evaluated_on_need_nothing_to_filter_by() -> None:
+    tables = config_of("length", "format", weights={"length": 1, "format": 1}).model_dump(exclude_unset=True)
+    tables["services"]["answer"] = {"role": "reward", "address": "127.0.0.1:7010", "function": "math"}
+    sources = [{"path": "a.jsonl", "heldout": "b.jsonl", "reward": "answer"}, {"heldout": "c.jsonl"}]
+    tables["data"] = {"sources": sources, "prompts_per_step": PROMPTS}
+    assert filtered_by(Config.model_validate(tables), DAPOOptions()) == []
+    with pytest.raises(ConfigError, match="'length', only of: answer"):
+        filtered_by(Config.model_validate(tables), DAPOOptions(filter_by="length"))
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

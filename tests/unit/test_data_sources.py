@@ -14,10 +14,14 @@ from google.protobuf import json_format, struct_pb2
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from controller.config.config import Config
+from controller.algorithms import find_algorithm
+from controller.algorithms.safe_rlhf import SafeRLHFOptions
+from controller.config.config import Config, load
 from controller.data.chat import Chat
 from controller.data.prompts import load_data
 from controller.data.readers import open_rows
+from controller.plan import Plan
+from controller.training.algorithm import Algorithm
 from controller.training.columns import texts_of
 from controller.training.feed import Feed
 from deploy.quickstart.build import BOS, make_tokenizer
@@ -293,6 +297,46 @@ def test_a_cost_needs_the_same_in_the_rows_of_all_sources(
     }
     with pytest.raises(ConfigError, match=rf"b\.jsonl:2: {cause}"):
         load_data(Config.model_validate(tables))
+
+
+@pytest.mark.parametrize("is_composed", [False, True])
+def test_a_reward_that_only_scores_held_out_rows_needs_nothing_of_the_others(
+    *, is_composed: bool, tmp_path: Path
+) -> None:
+    train = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p"}])
+    heldout = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "p", "ground_truth": "1"}])
+    names = ("cost", "style", "harm")
+    services: dict[str, dict[str, Any]] = {
+        name: {"role": "reward", "address": f"127.0.0.1:{port}", "function": "length"}
+        for port, name in enumerate(("reward", *names), start=7104)
+    }
+    services["harm" if is_composed else "cost"]["function"] = "math"
+    if is_composed:
+        del services["cost"]
+    tables = {
+        "data": {"train": train, "heldout": heldout},
+        "services": services,
+        "rewards": {"cost": {"harm": 1.0, "style": 0.5}} if is_composed else {},
+    }
+    made = Config.model_validate(tables)
+    assert [len(part) for part in load_data(made)] == [1, 1]
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: no ground_truth"):
+        load_data(made, rewards=("actor", "reward", "cost"))
+    tables["data"]["heldout"] = train
+    with pytest.raises(ConfigError, match=r"data\.heldout: .*a\.jsonl:1: no ground_truth"):
+        load_data(Config.model_validate(tables))
+
+
+def test_rewards_that_an_algorithm_declares_score_the_rows_to_train_on(tmp_path: Path) -> None:
+    train = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p"}])
+    heldout = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "p", "ground_truth": "1"}])
+    quickstart = Path(__file__).parents[2] / "deploy/quickstart/safe_rlhf.toml"
+    rewards = ("services.reward.function='length'", "services.cost.function='math'")
+    made = load(quickstart, (f"data.train='{train}'", f"data.heldout='{heldout}'", *rewards))
+    with pytest.raises(ConfigError, match="no ground_truth, with which the service cost compares"):
+        Plan.of(find_algorithm("safe_rlhf"), made)
+    undeclared = Algorithm(lambda run: None, options=SafeRLHFOptions)
+    assert [len(part) for part in Plan.of(undeclared, made).data] == [1, 1]
 
 
 def test_only_the_sources_of_a_reward_that_compares_answers_need_ground_truths(tmp_path: Path) -> None:

@@ -96,6 +96,11 @@ def test_other_algorithms_are_recorded(name: str) -> None:
     assert dataflow(name)[-1].kind == "training"
 
 
+@pytest.mark.parametrize("name", ["ppo", "grpo", "remax", "distill", "safe_rlhf"])
+def test_what_happens_to_truncated_responses_changes_no_call(name: str) -> None:
+    assert dataflow(name, "algorithm.on_truncated='drop'") == dataflow(name)
+
+
 def test_a_plug_in_is_recorded_as_it_is() -> None:
     def mine(run: Run) -> None:
         actor, critic = run.actor(), run.critic()

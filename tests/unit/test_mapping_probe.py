@@ -187,10 +187,9 @@ def test_services_that_do_not_load_their_models_after_a_failed_probe_are_named_b
     assert said == ["the updates of the probe are not undone in actor until a run begins there: it is gone"]
 
 
-def test_a_probe_is_reported_to_no_tracker_and_writes_no_responses() -> None:
+def test_a_probe_is_reported_to_no_tracker() -> None:
     config = load(QUICKSTART, ("tracking.trackers=['wandb']", "tracking.prometheus_port=9090"))
     assert probe._probe_config(config).tracking == TrackingTable()
-    assert not probe._probe_config(load(QUICKSTART, ("run.rollouts_every=1",))).run.rollouts_every
 
 
 @pytest.mark.parametrize("warmup", ["warmup_steps=1000", "warmup_ratio=0.5"])
@@ -205,3 +204,10 @@ def test_services_whose_learning_rate_follows_the_run_are_probed(warmup: str) ->
     assert isinstance(given, ActorTable)
     assert found.optimizer == given.optimizer.model_copy(update={"total_steps": LONG_STEPS})
     assert not found.optimizer.lacks_total_steps
+
+
+def test_a_probe_trains_on_all_rows_and_writes_none() -> None:
+    settings = ("algorithm.on_truncated='drop'", "algorithm.critic_warmup_steps=3", "run.rollouts_every=1")
+    config = probe._probe_config(load(QUICKSTART, settings))
+    assert (config.algorithm.on_truncated, config.algorithm.critic_warmup_steps) == ("train", 0)
+    assert config.run.rollouts_every == 0

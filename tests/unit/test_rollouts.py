@@ -13,6 +13,7 @@ import pytest
 from unit.simulated_run import simulate
 
 from controller.role_groups.dataflow import FutureBatch
+from controller.tracking.marks import remove_rollouts
 from controller.tracking.recorder import Recorder
 from controller.tracking.run_directory import RunDirectory
 from controller.training.rollouts import rollout_rows
@@ -86,6 +87,19 @@ def test_files_hold_a_row_on_each_line(tmp_path: Path) -> None:
         {"step": 3, "response": "\u2028\n", "reward": "NaN"},
         {"step": 3, "response": "", "reward": 1.0},
     ]
+
+
+def test_a_resumed_run_has_no_files_of_the_steps_that_it_goes_back_behind(tmp_path: Path) -> None:
+    remove_rollouts(tmp_path, 2)
+    found = recorder(tmp_path)
+    for step in (1, 2, 3, 10):
+        found.rollouts(step, [{"reward": 1.0}])
+    others = [tmp_path / "rollouts" / name for name in ("step-3.jsonl.gz", "step-x.jsonl", "notes")]
+    for path in others:
+        path.touch()
+    remove_rollouts(tmp_path, 2)
+    kept = {"step-1.jsonl", "step-2.jsonl", *(path.name for path in others)}
+    assert {path.name for path in (tmp_path / "rollouts").iterdir()} == kept
 
 
 def test_a_file_that_cannot_be_written_ends_the_run_with_its_name(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from controller.mapping.record import record_dataflow
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.futures import Promise, on_thread
 from controller.role_groups.loop import Loop
+from controller.role_groups.roles import ActorGroup
 from controller.simulation.clock import VirtualTimeLoop
 from controller.simulation.durations import CallTimes, Durations, TimedCall, measured
 from controller.simulation.report import steps_table
@@ -360,11 +362,6 @@ def test_sources_that_are_only_evaluated_on_change_no_time_of_a_step() -> None:
     assert [metrics["time/step_s"] for metrics in trace.metrics] == pytest.approx([4 + 3 + 7] * 3)
 
 
-def test_a_run_whose_responses_are_written_to_files_is_simulated_without_them() -> None:
-    plain, found = (trace_of("ppo", *settings) for settings in ((), ("run.rollouts_every=1",)))
-    assert found.calls == plain.calls
-
-
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_responses_of_the_maximum_length_are_trained_on_where_those_that_were_cut_off_are_not(
@@ -380,3 +377,29 @@ def test_responses_of_the_maximum_length_are_trained_on_where_those_that_were_cu
         simulate_run(config, algorithm, durations, PROMPTS, RESPONSES[-1:], 2) for config in (plain, found)
     )
     assert sorted(call.method for call in other.calls) == sorted(call.method for call in one.calls)
+
+
+def test_files_of_rows_change_no_time_of_a_step() -> None:
+    assert seen(trace_of("ppo", "run.rollouts_every=1")) == seen(trace_of("ppo"))
+
+
+@pytest.mark.parametrize(
+    ("responses", "share"),
+    [([(30, 1.0)], 1.0), ([(2, 1.0)], 1.0), (RESPONSES, 0.5)],
+    ids=["all as long as possible", "all shorter", "some"],
+)
+def test_responses_that_were_cut_off_are_dropped_where_the_workload_has_others(
+    responses: list[tuple[int, float]], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured("ppo", "rollout.max_response_tokens=30", "algorithm.on_truncated='drop'")
+    rows = list[int]()
+    update = ActorGroup.update_actor
+
+    def noted(group: ActorGroup, batch: FutureBatch, *arguments: Any, **options: Any) -> FutureBatch:
+        rows.append(batch.rows)
+        return update(group, batch, *arguments, **options)
+
+    monkeypatch.setattr(ActorGroup, "update_actor", noted)
+    durations = Durations(CallTimes(SECONDS))
+    simulate_run(config, find_algorithm("ppo"), durations, PROMPTS, responses, 3)
+    assert [count / 64 for count in rows] == pytest.approx([share] * 3, abs=0.2 if share < 1 else 0)
