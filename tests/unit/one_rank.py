@@ -59,6 +59,7 @@ class OneRank:
                 "model": directory,
                 "optimizer": OPTIMIZER,
                 "kernels": "eager",  # none can be compiled for a pretend device
+                "matmul": "mkl",  # "auto" measures for each worker, and may choose otherwise for the next
                 **keys,
             }
 

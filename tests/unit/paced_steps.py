@@ -353,7 +353,10 @@ class PacedRun:
         )
         parts: tuple[Any, ...] = (
             SimpleNamespace(
-                ahead=schedule.ahead, steps=schedule.steps, evaluate_every=schedule.evaluate_every
+                ahead=schedule.ahead,
+                steps=schedule.steps,
+                evaluate_every=schedule.evaluate_every,
+                rollouts_every=0,
             ),
             SimpleNamespace(segments=schedule.segments, chunks=1),
             SimpleNamespace(session=self.session, end_step=self._end_step, device_use=lambda: None),
