@@ -308,11 +308,11 @@ def _broken(error: grpc.RpcError, where: str) -> RlhfError:
             f"{where}: no answer, not even to pings: its process is stopped, or its host cut off"
         )
     explained = from_rpc_error(error, where)
-    if isinstance(explained, ServiceLost) or not is_break(error):
-        return explained
-    # gRPC's own texts, such as "Internal error from Core", do not say that a connection broke.
-    said = str(explained).removeprefix(f"{where}: ")
-    return ServiceLost(f"{where}: cannot be reached or died: {said}")
+    if is_break(error) and not isinstance(explained, ServiceLost):
+        # gRPC's own texts, such as "Internal error from Core", do not say that a connection broke.
+        said = str(explained).removeprefix(f"{where}: ")
+        return ServiceLost(f"{where}: cannot be reached or died: {said}")
+    return ServiceLost(str(explained)) if type(explained) is RlhfError else explained
 
 
 def unreadable(error: DecodeError, where: str) -> RlhfError:

@@ -16,7 +16,7 @@ def check_name(name: str) -> None:
     """Raises ValueError where the name of a run or a service cannot be part of the name of a file or directory."""
     if not name or "/" in name or "\0" in name or name in (".", "..") or len(name.encode()) > MAX_NAME_BYTES:
         raise ValueError(
-            f"{name!r} cannot be part of a directory's name: it needs 1 to {MAX_NAME_BYTES} bytes, without / and NUL, "
+            f"{name!r} cannot be part of a file's name: it needs 1 to {MAX_NAME_BYTES} bytes, without / and NUL, "
             "and must not be . or .."
         )
 

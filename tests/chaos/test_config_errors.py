@@ -85,7 +85,7 @@ CASES = {
     f"{LAUNCH} --set services.actor.model=bare": "services.actor.model: directory bare has no config.json",
     f"{UP} --set services.reference.model=bare": "services.reference.model: directory bare has no config.json",
     f"{PPO} --set run.directory=chaos.toml": "run directory chaos.toml: file exists",
-    f"{PPO} --set run.name=a/b": "run.name: 'a/b' cannot be part of a directory's name: ",
+    f"{PPO} --set run.name=a/b": "run.name: 'a/b' cannot be part of a file's name: ",
     "rlhf-controller --algo pp0 --config chaos.toml": "algorithm 'pp0' is unknown; did you mean 'ppo'?; "
     "known: cispo, dapo, ",
     "rlhf-controller --algo safe_rlhf --config chaos.toml": "services.cost_critic: safe_rlhf needs this service, of "

@@ -205,6 +205,14 @@ def test_a_stream_that_breaks_with_an_error_of_grpc_alone_is_that_of_a_lost_rank
     )
 
 
+def test_a_stream_that_ends_with_an_unknown_error_is_that_of_a_lost_rank() -> None:
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, nothing, nothing, "Exception in the handler")
+    broken = stream._broken(error, "actor rank 3 (127.0.0.1:1) UpdateActor")
+    assert type(broken) is ServiceLost
+    assert str(broken) == "actor rank 3 (127.0.0.1:1) UpdateActor: Exception in the handler"
+
+
 def test_the_outcome_of_a_call_past_its_deadline_is_asked_for_once() -> None:
     """An update that was nearly done has committed: its controller is not to think that it failed."""
     asked: list[tuple[str, bool]] = []

@@ -105,7 +105,7 @@ def test_the_first_step_is_that_of_a_run_without_but_for_the_actor(
 
 
 def without_evaluation(run: Simulation) -> dict[str, Any]:
-    """What the first step computed, but the weights of the actor."""
+    """Results of the first step, but the weights of the actor."""
     metrics = without_transfers(run.notes.metrics)[1]
     kept = {name: value for name, value in metrics.items() if not name.startswith("evaluation/")}
     return kept | {name: state for name, state in run.states().items() if name != "actor"}
