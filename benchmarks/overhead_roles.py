@@ -272,7 +272,7 @@ def _engine(model: Any, optimizer: OptimizerTable | None) -> FSDPEngine:
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
             max_grad_norm=optimizer.max_grad_norm,
-            warmup_steps=optimizer.warmup_steps,
+            warmup_steps=optimizer.num_warmup_steps,
         )
     return FSDPEngine(model, CPU, optimizer=options, compute_dtype=torch.float32)
 
