@@ -50,7 +50,7 @@ def explain_exit(ended: Mapping[int, int], ranks: int, log: Path, since: int = 0
 def evidence(log: Path, since: int = 0) -> str:
     """Returns the text `: LAST LINE (log: PATH)`, with the last line of the log that is neither empty nor says that the
     service is ready, cut to `_LINE_LIMIT` characters; ` (log: PATH)` where the log has no such line after its first
-    `since` bytes, or cannot be read. Says also where the disk of the log is full."""
+    `since` bytes, or cannot be read. Also says whether the disk of the log is full."""
     return _evidence(_tail(log, since), log)
 
 

@@ -21,6 +21,7 @@ from integration import broken_rewards as broken
 from integration.harness import ROOT, TIMEOUT_S, Processes, free_ports, is_listening, wait_until
 from integration.node_reward import serving
 from rlhf.errors import ConfigError
+from rlhf.security import Security, adopted
 
 pytestmark = pytest.mark.slow
 
@@ -148,8 +149,10 @@ def test_the_one_rule_that_is_broken_is_told(reward: type[broken.Good], rule: st
     assert outcome_of(reward())[RuleResult.FAIL] == [rule]
 
 
-def test_a_server_with_tokens_may_forbid_a_method_that_it_does_not_know() -> None:
-    assert outcome_of(broken.ForbidsUnknownMethods())[RuleResult.FAIL] == []
+def test_a_server_that_is_sent_a_token_may_forbid_a_method_that_it_does_not_know() -> None:
+    with adopted(Security(token="of class compute")):
+        assert outcome_of(broken.ForbidsUnknownMethods())[RuleResult.FAIL] == []
+    assert outcome_of(broken.ForbidsUnknownMethods())[RuleResult.FAIL] == ["unknown method"]
 
 
 @pytest.mark.parametrize(
