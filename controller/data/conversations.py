@@ -38,17 +38,19 @@ def with_turns(row: Row, columns: Sequence[str], *, fills_nulls: bool = False) -
     # A dataset of transcripts and of pairs of prompt and response has null where a row is of the other kind.
     needed = ("prompt", *columns)
     row = {name: value for name, value in row.items() if value is not None or name not in needed}
+    named = {name: name for name in needed}  # as in the row, for errors
     if "response" in columns and "response" not in row and TRANSCRIPT in row:
+        named["response"] = TRANSCRIPT
         row = {name: value for name, value in row.items() if name not in ("prompt", TRANSCRIPT)} | {
             "response": row[TRANSCRIPT]
         }
     if not columns and "prompt" not in row:
         row = _with_prompt_of_conversation(row)
     for name in needed:
-        check_calls(row.get(name), name)
+        check_calls(row.get(name), named[name])
     for name in columns:
         check_field(row, name, _advice(name))
-    split = {name: _split(row[name], name) for name in columns}
+    split = {name: _split(row[name], named[name]) for name in columns}
     if split and "prompt" not in row:
         row = {"prompt": _shared_prompt(split), **row}
     check_field(row, "prompt", _advice("prompt"))

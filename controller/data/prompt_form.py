@@ -142,10 +142,12 @@ class PromptForm:
                 its tool calls or thinking.
         """
         shown = keys_beside_content(message)
+        # A response may be in field messages.
+        last = "the last message" if name == "response" else f"{name}: the last message"
         if isinstance(prepared, str):
             raise MalformedRow(
-                f"{name}: the last message has {shown[0][0]}, which the chat template renders, and the prompt is a "
-                "text; data.chat = true makes it a conversation"
+                f"{last} has {shown[0][0]}, which the chat template renders, and the prompt is a text; "
+                "data.chat = true makes it a conversation"
             )
         try:
             turn = self.renderer.turn(prepared, message, tools)
@@ -153,13 +155,13 @@ class PromptForm:
                 without = {key: value for key, value in message.items() if key not in keys}
                 if self._turn_or_nothing(prepared, without, tools) == turn:
                     raise MalformedRow(
-                        f"{name}: the last message has {keys[0]}, which the chat template leaves out, so that it would "
-                        "not be trained; write it into the content, in the form that the model has to learn"
+                        f"{last} has {keys[0]}, which the chat template leaves out, so that it would not be trained; "
+                        "write it into the content, in the form that the model has to learn"
                     )
         except ConfigError as error:
-            raise MalformedRow(f"{name}: {error}") from None
+            raise MalformedRow(f"{last}: {error}") from None
         text, end = self.ends.split(turn)
-        check_text(text, f"{name}: the last message, rendered")
+        check_text(text, f"{last}, rendered,")
         return text, end
 
     def _turn_or_nothing(self, prepared: list[Any], message: Mapping[str, Any], tools: Any) -> str:

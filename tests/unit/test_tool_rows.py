@@ -258,7 +258,7 @@ def test_messages_of_weight_0_are_not_trained(tmp_path: Path) -> None:
     for row in rows:
         prompt, response = ids_of(tokenizer, row)
         assert prompt + response == whole[: len(prompt) + len(response)]
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: response: message 10, the last one, has weight 0"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: messages: message 10, the last one, has weight 0"):
         loaded(tmp_path, rows_of_file, "response")
 
 
@@ -370,23 +370,23 @@ def test_null_in_arguments_is_that_of_the_file_and_not_that_of_a_dataset(kind: s
         ),
         (
             {"messages": [user("a"), assistant("b", tool_calls="f(1)")]},
-            r"response: tool_calls of message 2 is not a list of calls, which are objects: 'f\(1\)'",
+            r"messages: tool_calls of message 2 is not a list of calls, which are objects: 'f\(1\)'",
         ),
         (
             {"messages": [user("a"), assistant(None, {"function": {"name": "f", "arguments": "1,"}})]},
-            "response: arguments of a call of message 2 are not an object, or a JSON text of one: '1,'",
+            "messages: arguments of a call of message 2 are not an object, or a JSON text of one: '1,'",
         ),
         (
             {"messages": [user("a"), assistant("b", weight=0.5)]},
-            r"response: message 2: weight is 0\.5; allowed: 0, which leaves it out of the loss, and 1",
+            r"messages: message 2: weight is 0\.5; allowed: 0, which leaves it out of the loss, and 1",
         ),
         (
             {"messages": [user("a"), assistant("b", function_call={"name": "f"})]},
-            "response: the last message has function_call, which the chat template leaves out, so that it would not",
+            "the last message has function_call, which the chat template leaves out, so that it would not",
         ),
         (
             {"messages": None, "prompt": "a", "response": [assistant("b", call("f", x="1"))]},
-            "response: the last message has tool_calls, which the chat template renders, and the prompt is a text; ",
+            "the last message has tool_calls, which the chat template renders, and the prompt is a text; ",
         ),
     ],
     ids=["names of tools", "no JSON", "calls", "arguments", "weight", "left out", "prompt is a text"],

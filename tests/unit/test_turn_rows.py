@@ -230,12 +230,12 @@ def test_sources_count_turns(tmp_path: Path) -> None:
         ([assistant("a"), *TALK], r"rows\.jsonl:2: messages begins with a message of the assistant"),
         (
             [user("a"), assistant("b", reasoning_content="c"), user("d"), assistant("e")],
-            r"rows\.jsonl:2, turn 1 of the assistant: response: the last message has reasoning_content, which the chat "
-            "template leaves out, so that it would not be trained",
+            r"rows\.jsonl:2, turn 1 of the assistant: the last message has reasoning_content, which the chat template "
+            "leaves out, so that it would not be trained; write it into the content",
         ),
         (
             [user("a"), assistant("b"), user("c"), assistant("")],
-            r"rows\.jsonl:2, turn 2 of the assistant: response: content of the last message is not a text, or empty",
+            r"rows\.jsonl:2, turn 2 of the assistant: messages: content of the last message is not a text, or empty",
         ),
     ],
     ids=["none", "ShareGPT", "first", "reasoning", "empty"],
