@@ -26,7 +26,7 @@ def tools_of(row: Row) -> list[Any] | None:
     if given is None:
         return None
     try:
-        tools = json.loads(given) if isinstance(given, str) else given
+        tools = _from_json(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         tools = given
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -115,6 +115,15 @@ def _parsed(arguments: Any) -> Any:
     """Returns the value in a JSON text, an empty object for an empty text or null; other values, and other texts, as
     they are."""
     try:
-        return json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+        return _from_json(arguments or "{}") if isinstance(arguments, str | None) else arguments
     except (ValueError, RecursionError):
         return arguments
+
+
+def _from_json(text: str) -> Any:
+    """Returns the value in a JSON text. Raises ValueError or RecursionError where there is none, or one with half of a
+    surrogate pair, which no request can hold."""
+    value = json.loads(text)
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value

@@ -309,6 +309,8 @@ def test_a_text_that_becomes_a_conversation_has_the_tools_of_its_row(tmp_path: P
     assert '"name": "weather"' in prompt.text
     _, (prompt,) = loaded(tmp_path, [{"prompt": "a", "tools": "hammer"}])
     assert (prompt.text, json.loads(prompt.metadata)) == ("a", {"tools": "hammer"})
+    _, (prompt,) = loaded(tmp_path, [{"prompt": [user("a")], "tools": ["hammer"]}], columns={"tools": ""})
+    assert prompt.text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_model_with_a_template_for_tools_renders_rows_with_tools_by_it(tmp_path: Path) -> None:
@@ -364,6 +366,7 @@ def test_null_in_arguments_is_that_of_the_file_and_not_that_of_a_dataset(kind: s
             {"tools": ["weather"]},
             r"tools is not a list of JSON schemas, .*: \['weather'\]; .*columns\.tools = \"\"",
         ),
+        ({"tools": r'[{"name": "\ud800"}]'}, "tools is not a list of JSON schemas"),
         (
             {"tools": "{"},
             r"tools is not a list of JSON schemas, which are objects, nor a JSON text of one: '\{'",
@@ -375,6 +378,10 @@ def test_null_in_arguments_is_that_of_the_file_and_not_that_of_a_dataset(kind: s
         (
             {"messages": [user("a"), assistant(None, {"function": {"name": "f", "arguments": "1,"}})]},
             "messages: arguments of a call of message 2 are not an object, or a JSON text of one: '1,'",
+        ),
+        (
+            {"messages": [user("a"), assistant(None, {"name": "f", "arguments": r'{"x": "\ud800"}'})]},
+            "messages: arguments of a call of message 2 are not an object, or a JSON text of one: ",
         ),
         (
             {"messages": [user("a"), assistant("b", weight=0.5)]},
@@ -389,7 +396,17 @@ def test_null_in_arguments_is_that_of_the_file_and_not_that_of_a_dataset(kind: s
             "the last message has tool_calls, which the chat template renders, and the prompt is a text; ",
         ),
     ],
-    ids=["names of tools", "no JSON", "calls", "arguments", "weight", "left out", "prompt is a text"],
+    ids=[
+        "names of tools",
+        "half a character in tools",
+        "no JSON",
+        "calls",
+        "arguments",
+        "half a character in arguments",
+        "weight",
+        "left out",
+        "prompt is a text",
+    ],
 )
 def test_a_malformed_row_is_told_in_one_line(row: dict[str, Any], message: str, tmp_path: Path) -> None:
     rows = [{"messages": TALK, "tools": TOOLS}, {"messages": TALK, **row}]
