@@ -17,10 +17,13 @@ from typing import Any
 
 from controller.data.prompt_form import NoTemplate
 from controller.data.readers import required
+from controller.data.tool_calls import with_parsed_arguments
 from rlhf.errors import ConfigError
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: a list of messages, which are dictionaries with keys `role` and `content`."""
+Tools = Sequence[Mapping[str, Any]] | None
+"""JSON schemas of the tools of a conversation; None: those of the template's options, if any."""
 
 SAID = "<<response>>"
 """Stands for a response where the text after it is rendered."""
@@ -46,8 +49,9 @@ class Chat:
             format also special_tokens_map.json.
         now_unix_s: Unix time in seconds that the template function `strftime_now` formats, in UTC: the start of the
             run, so that a run that is continued on another day has the same prompts. Default: now.
-        options: Further variables of the template by name, such as enable_thinking. With `tools`, a model that has a
-            template `tool_use` renders by that one, as in transformers. Default: none.
+        options: Further variables of the template by name, such as enable_thinking. With `tools`, also those
+            of a conversation, a model that has a template `tool_use` renders by that one, as in transformers. Default:
+            none.
     """
 
     def __init__(
@@ -59,20 +63,40 @@ class Chat:
         self._directory = directory
         self._options = dict(options or {})
         self._now = datetime.fromtimestamp(time.time() if now_unix_s is None else now_unix_s, UTC)
+        self._templates: dict[bool, Any] = {}
 
-    def render(self, messages: Messages) -> str:
+    def render(self, messages: Messages, tools: Tools = None) -> str:
         """Renders a conversation up to the response, as transformers' `apply_chat_template` does with
         `add_generation_prompt=True`. A BOS token at its start is removed where the tokenizer adds one itself.
+        Arguments of tool calls that are a JSON text are rendered as the object in it, as vLLM's server does.
 
         Raises:
             NoTemplate: The model has no chat template.
             ConfigError: The template cannot render the conversation.
         """
-        text = self._rendered(messages)
+        text = self._rendered(messages, tools)
         begin = self._special.get("bos_token", "")
         return text.removeprefix(begin) if begin and self._adds_bos else text
 
-    def continuation(self, messages: Messages) -> str:
+    def turn(self, messages: Messages, message: Mapping[str, Any], tools: Tools = None) -> str:
+        """Renders what a message of the assistant adds to the prompt that `render` returns for the messages before it:
+        its content, tool calls and thinking, and what ends it.
+
+        Raises:
+            ConfigError: As `render`; or the text of the conversation with the message does not begin with the prompt.
+        """
+        begun, whole = (
+            self._rendered(messages, tools),
+            self._rendered([*messages, message], tools, is_open=False),
+        )
+        if not whole.startswith(begun):
+            raise ConfigError(
+                f"the chat template of {self._directory} renders the messages before this one in another way than as a "
+                "prompt, so that the text of the message alone cannot be told; write it into the content"
+            )
+        return whole[len(begun) :]
+
+    def continuation(self, messages: Messages, tools: Tools = None) -> str:
         """Renders what follows the content of a message of the assistant where `messages` come after it, up to the next
         response: the end of that message, the messages, and the head of the response. It is the difference of two
         renderings, so it does not depend on what was said before.
@@ -81,7 +105,8 @@ class Chat:
             ConfigError: The model has no chat template, it cannot render the messages, or it does not render
                 conversations so that messages are only added.
         """
-        alone, whole = self._rendered(BEGUN, is_open=False), self._rendered([*BEGUN, *messages])
+        alone = self._rendered(BEGUN, tools, is_open=False)
+        whole = self._rendered([*BEGUN, *messages], tools)
         # The first: messages may contain the text as well.
         _, found, end = alone.partition(SAID)
         _, found_again, rest = whole.partition(SAID)
@@ -101,10 +126,7 @@ class Chat:
                 two messages.
         """
         end = self._after_message()
-        special = [
-            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
-        ]
-        return sorted((token for token in special if token in end), key=end.index)
+        return sorted((token for token in self._special_tokens if token in end), key=end.index)
 
     def end_of_response(self, eos_ids: Set[int]) -> str:
         """Returns the text that ends a response as the template ends the content of a message of the assistant: up to
@@ -118,6 +140,26 @@ class Chat:
         last = next((token for token in tokens if self.token_id(token) in eos_ids), next(iter(tokens), ""))
         before, _, _ = self._after_message().partition(last) if last else ("", "", "")
         return before + last
+
+    def split_turn(self, turn: str, eos_ids: Set[int]) -> tuple[str, str]:
+        """Splits a text that `turn` returned into the response and what ends it: that of `end_of_response` where the
+        template ends this message as others, or else the first EOS token in it, or a special token at its end. The end
+        is empty where there is none. Raises ConfigError as `ends_of_message`.
+
+        Args:
+            turn: The text.
+            eos_ids: Ids of the EOS tokens of the model.
+        """
+        after, usual = self._after_message(), self.end_of_response(eos_ids)
+        if usual and turn.endswith(after):
+            return turn.removesuffix(after), usual
+        found = [token for token in self._special_tokens if token in turn]
+        if stops := [token for token in found if self.token_id(token) in eos_ids]:
+            first = min(stops, key=turn.index)
+            return turn[: turn.index(first)], first
+        last = max(found, key=turn.rindex, default="")
+        before, _, rest = turn.rpartition(last) if last else (turn, "", turn)
+        return (before, last) if not rest.strip() else (turn.removesuffix(after), "")
 
     def _after_message(self) -> str:
         """Renders what follows the content of a message of the assistant that is the last of a conversation."""
@@ -133,13 +175,21 @@ class Chat:
         """Returns the id of a token; None where the tokenizer does not have it. Raises ConfigError as `count`."""
         return self._tokenizer.token_to_id(token)
 
-    def _rendered(self, messages: Messages, *, is_open: bool = True) -> str:
-        template = self._template
-        variables = {"tools": None, "documents": None, **self._special, **self._options}
-        try:
-            return template.render({**variables, "messages": messages, "add_generation_prompt": is_open})
-        except Exception as error:  # noqa: BLE001 - a template calls methods of texts and lists, which raise anything
-            raise ConfigError(f"the chat template of {self._directory} refuses it: {error}") from None
+    def _rendered(self, messages: Messages, tools: Tools = None, *, is_open: bool = True) -> str:
+        tools = self._options.get("tools") if tools is None else tools
+        template = self._template(has_tools=tools is not None)
+        given = {"documents": None, **self._special, **self._options, "tools": tools}
+        given["add_generation_prompt"] = is_open
+        parsed = with_parsed_arguments(messages)
+        # Some templates, as that of DeepSeek-V3, take the arguments of a call as a JSON text alone.
+        forms = [parsed] if parsed is messages else [parsed, messages]
+        errors = []
+        for form in forms:
+            try:
+                return template.render({**given, "messages": form})
+            except Exception as error:  # noqa: BLE001 - a template calls methods of texts and lists, which raise anything
+                errors.append(error)
+        raise ConfigError(f"the chat template of {self._directory} refuses it: {errors[0]}")
 
     def count(self, texts: Sequence[str]) -> list[int]:
         """Returns the number of tokens of each text, special tokens included.
@@ -192,11 +242,16 @@ class Chat:
             raise ConfigError(f"{path} cannot be read: {error}") from None
 
     @cached_property
-    def _template(self) -> Any:
-        return _compile(self._template_text(), self._now)
+    def _special_tokens(self) -> list[str]:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
 
-    def _template_text(self) -> str:
-        has_tools = self._options.get("tools") is not None
+    def _template(self, *, has_tools: bool) -> Any:
+        if has_tools not in self._templates:
+            self._templates[has_tools] = _compile(self._template_text(has_tools=has_tools), self._now)
+        return self._templates[has_tools]
+
+    def _template_text(self, *, has_tools: bool) -> str:
         for name in (TOOL_TEMPLATE, TEMPLATE) if has_tools else (TEMPLATE,):
             file = self._directory / name
             if file.is_file():

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from controller.config.data import QUESTION
+from controller.data.conversations import keys_beside_content
 from controller.data.malformed import MalformedRow, check_text
 from rlhf.errors import ConfigError
 
-Render = Callable[[Any], str]
-"""Function that renders a conversation, a list of messages, as text."""
+
+class Renderer(Protocol):
+    """Protocol of chat templates; see `controller.data.chat.Chat`."""
+
+    def render(self, messages: Any, tools: Any = None) -> str: ...
+
+    def turn(self, messages: Any, message: Mapping[str, Any], tools: Any = None) -> str: ...
 
 
 class NoTemplate(ConfigError):
@@ -22,9 +28,37 @@ class NoTokenizer(ConfigError):
     """Raised where the directory of the model whose chat template renders prompts does not exist."""
 
 
-def no_template(messages: Any) -> str:
-    """Raises NoTemplate; stands for the render function where no chat template is configured."""
-    raise NoTemplate("there is no chat template: give data.tokenizer, or a service with a model")
+@dataclass(frozen=True)
+class NoRenderer:
+    """Stands for the chat template where there is none: renders nothing, and raises what `error` returns."""
+
+    error: Callable[[], ConfigError] = lambda: NoTemplate(
+        "there is no chat template: give data.tokenizer, or a service with a model"
+    )
+
+    def render(self, messages: Any, tools: Any = None) -> str:
+        raise self.error()
+
+    def turn(self, messages: Any, message: Mapping[str, Any], tools: Any = None) -> str:
+        raise self.error()
+
+
+class ResponseEnds(Protocol):
+    """Protocol of the ends of responses to conversations; see `controller.data.response_end.TemplateEnds`."""
+
+    def usual(self) -> str: ...
+
+    def split(self, turn: str) -> tuple[str, str]: ...
+
+
+class EosEnds:
+    """Ends of responses by the EOS token of the tokenizer."""
+
+    def usual(self) -> str:
+        return ""
+
+    def split(self, turn: str) -> tuple[str, str]:
+        return turn, ""
 
 
 @dataclass(frozen=True)
@@ -32,16 +66,15 @@ class PromptForm:
     """Form of the prompts of a source.
 
     Attributes:
-        render: Function that renders conversations.
-        end: Function that returns the text with which the chat template ends a response to a conversation; empty: the
-            EOS token of the tokenizer ends it.
+        renderer: Chat template, which renders conversations.
+        ends: Ends of responses to conversations.
         chat: Whether a prompt that is a text becomes a conversation, as one message of the user.
         system: System message that begins conversations without one; empty: none.
         template: Text around the question, whose place is `{prompt}`; empty: the question alone.
     """
 
-    render: Render = no_template
-    end: Callable[[], str] = str
+    renderer: Renderer = field(default_factory=NoRenderer)
+    ends: ResponseEnds = field(default_factory=EosEnds)
     chat: bool = False
     system: str = ""
     template: str = ""
@@ -66,12 +99,13 @@ class PromptForm:
             )
         return text
 
-    def text(self, prepared: str | list[Any], given: Any) -> str:
+    def text(self, prepared: str | list[Any], given: Any, tools: Any = None) -> str:
         """Returns a prepared prompt as text; conversations are rendered.
 
         Args:
             prepared: The prompt, as `prepare` returned it.
             given: What `prepare` made it of, for messages.
+            tools: JSON schemas of the tools of the conversation. Default: those of the chat options.
 
         Raises:
             MalformedRow: There is no chat template, or it cannot render the conversation.
@@ -80,7 +114,7 @@ class PromptForm:
         if isinstance(prepared, str):
             return prepared
         try:
-            text = self.render(prepared)
+            text = self.renderer.render(prepared, tools)
         except NoTokenizer:
             raise
         except NoTemplate as error:
@@ -90,6 +124,52 @@ class PromptForm:
             raise MalformedRow(f"prompt: {error}") from None
         check_text(text, "prompt")
         return text
+
+    def response(
+        self, prepared: str | list[Any], message: Mapping[str, Any], name: str, tools: Any = None
+    ) -> tuple[str, str]:
+        """Renders a message of the assistant with tool calls or thinking as the response to a prepared prompt. Returns
+        its text and what ends it; an empty end: the EOS token of the tokenizer.
+
+        Args:
+            prepared: The prompt, as `prepare` returned it, which could be rendered.
+            message: The message.
+            name: Field with the message, for messages of errors.
+            tools: As in `text`.
+
+        Raises:
+            MalformedRow: The prompt is a text; or the chat template cannot render the message after it, or leaves out
+                its tool calls or thinking.
+        """
+        shown = keys_beside_content(message)
+        # A response may be in field messages.
+        last = "the last message" if name == "response" else f"{name}: the last message"
+        if isinstance(prepared, str):
+            raise MalformedRow(
+                f"{last} has {shown[0][0]}, which the chat template renders, and the prompt is a text; "
+                "data.chat = true makes it a conversation"
+            )
+        try:
+            turn = self.renderer.turn(prepared, message, tools)
+            for keys in shown:
+                without = {key: value for key, value in message.items() if key not in keys}
+                if self._turn_or_nothing(prepared, without, tools) == turn:
+                    raise MalformedRow(
+                        f"{last} has {keys[0]}, which the chat template leaves out, so that it would not be trained; "
+                        "write it into the content, in the form that the model has to learn"
+                    )
+        except ConfigError as error:
+            raise MalformedRow(f"{last}: {error}") from None
+        text, end = self.ends.split(turn)
+        check_text(text, f"{last}, rendered,")
+        return text, end
+
+    def _turn_or_nothing(self, prepared: list[Any], message: Mapping[str, Any], tools: Any) -> str:
+        """Returns a message as its template renders it; an empty text where it refuses to."""
+        try:
+            return self.renderer.turn(prepared, message, tools)
+        except ConfigError:
+            return ""
 
     def _filled(self, question: str) -> str:
         if not self.template:

@@ -13,6 +13,7 @@ from controller.data.prompt_form import PromptForm
 from controller.data.readers import RowReader
 from controller.data.response_end import RESPONSE_END
 from controller.data.text_files import Row
+from controller.data.tool_calls import TOOLS, tools_of, without_filled_keys
 from rlhf.errors import ConfigError
 from rlhf.plugins import nearest
 
@@ -73,6 +74,7 @@ class PromptSource:
         self._rows = rows
         self._form = form
         self.has_conversations = False
+        self._renders_responses = False
         self.name = name
         self._columns = tuple(columns)
         self._renamed = dict(renamed or {})
@@ -89,15 +91,12 @@ class PromptSource:
         """
         try:
             fields = self._fields(self._rows[row])
-            prepared = self._form.prepare(fields["prompt"])
-            text = self._form.text(prepared, fields["prompt"])
+            prepared, tools = self._prepared(fields)
+            text = self._form.text(prepared, fields["prompt"], tools)
+            texts = self._texts(fields, prepared, tools)
         except MalformedRow as error:
             raise ConfigError(f"{self.where(row)}: {error}") from None
         rest = {n: v for n, v in fields.items() if n not in ("prompt", "ground_truth", *self._columns)}
-        texts = {name: fields[name] for name in self._columns}
-        # Of every row, since batches that are concatenated lose a column that one of them does not have.
-        if self._columns and (end := self._form.end()):
-            texts[RESPONSE_END] = end if isinstance(prepared, list) else ""
         return Prompt(text, _ground_truth(fields), json.dumps(rest), texts, self.name)
 
     def where(self, row: int) -> str:
@@ -119,11 +118,13 @@ class PromptSource:
         for row, fields in enumerate(self._rows):
             unseen = {theirs: name for theirs, name in unseen.items() if theirs not in fields}
             try:
-                prompt = self._form.prepare(self._fields(fields)["prompt"])
+                fields = self._fields(fields)
+                prompt, _ = self._prepared(fields)
             except MalformedRow as error:
                 given = "".join(f"; columns.{name} is {theirs!r}" for theirs, name in unseen.items())
                 raise ConfigError(f"{self.where(row)}: {error}{given}") from None
             self.has_conversations |= isinstance(prompt, list)
+            self._renders_responses |= any(isinstance(fields[name], dict) for name in self._columns)
         for theirs, name in unseen.items():
             fields = self._rows[0]
             raise ConfigError(
@@ -133,15 +134,44 @@ class PromptSource:
         for row in range(min(len(self), NUM_RENDERED)):
             self[row]
 
+    def _prepared(self, fields: Row) -> tuple[str | list[Any], list[Any] | None]:
+        """Returns the prompt of a row in its form, and the tools of a conversation; None where it has none. Raises
+        MalformedRow as `PromptForm.prepare` and `tools_of`."""
+        prepared = self._form.prepare(fields["prompt"])
+        # A text may be rendered already, and field tools of its row be anything.
+        return prepared, tools_of(fields) if isinstance(prepared, list) else None
+
+    def _texts(self, fields: Row, prepared: str | list[Any], tools: list[Any] | None) -> dict[str, str]:
+        """Returns the texts of `columns`, and what ends them where the EOS token of the tokenizer does not end all that
+        the source has. Raises MalformedRow as `PromptForm.response`, or where the texts end differently."""
+        if not self._columns:
+            return {}
+        usual = self._form.ends.usual()
+        texts, ends = {}, {}
+        for name in self._columns:
+            texts[name], ends[name] = fields[name], usual if isinstance(prepared, list) else ""
+            if isinstance(fields[name], dict):
+                texts[name], ends[name] = self._form.response(prepared, fields[name], name, tools)
+        if len(set(ends.values())) > 1:
+            said = " and ".join(f"{name} with {end or 'the EOS token'!r}" for name, end in ends.items())
+            raise MalformedRow(f"the chat template ends {said}; the responses of a row need the same end")
+        # Of every row, since batches that are concatenated lose a column that one of them does not have.
+        if usual or self._renders_responses:
+            texts[RESPONSE_END] = ends[self._columns[0]]
+        return texts
+
     def _fields(self, row: Row) -> Row:
-        """Returns the fields of a row under the names that this package uses, with those of `columns` as texts. Raises
-        MalformedRow where the prompt, a needed text, a needed ground truth or needed tests are missing; see
-        `with_turns`."""
+        """Returns the fields of a row under the names that this package uses, with those of `columns` as texts or
+        messages. Raises MalformedRow where the prompt, a needed text, a needed ground truth or needed tests are
+        missing; see `with_turns`."""
         if self._renamed:
             ours = {theirs: name for name, theirs in self._renamed.items()}
             hidden = self._renamed.keys() - ours.keys()
             row = {ours.get(name, name): value for name, value in row.items() if name not in hidden}
-        row = with_turns(row, self._columns)
+        fills_nulls = self._rows.fills_nulls
+        row = with_turns(row, self._columns, fills_nulls=fills_nulls)
+        if fills_nulls and isinstance(row.get(TOOLS), list):
+            row = {**row, TOOLS: without_filled_keys(row[TOOLS])}
         if self._graded_by and not _ground_truth(row).strip():
             raise MalformedRow(
                 f"no ground_truth, with which the service {self._graded_by} compares responses"

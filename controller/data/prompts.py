@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from functools import cache, partial
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,10 +12,10 @@ from controller.config.config import Config
 from controller.config.data import SourceTable
 from controller.data.chat import TOKENIZER_CONFIG, Chat
 from controller.data.malformed import MalformedRow, check_field, check_text
-from controller.data.prompt_form import NoTokenizer, PromptForm, Render, no_template
+from controller.data.prompt_form import NoRenderer, NoTokenizer, PromptForm, Renderer
 from controller.data.prompt_source import Prompt, PromptSource
 from controller.data.readers import RowReader, open_rows
-from controller.data.response_end import response_end
+from controller.data.response_end import TemplateEnds
 from controller.data.splits import split_off
 from controller.data.text_files import Row
 from controller.data.turn_rows import TurnRows
@@ -169,7 +167,7 @@ def load_data(
     """
     table = config.data
     options = table.chat_options
-    render, end = _renderer(config, started_unix_s), cache(partial(response_end, config))
+    chat = _renderer(config, started_unix_s), TemplateEnds(config)
     others = config.other_rewards(_reward_tables(config))
     of_training = [name for name in others if name in rewards]
     train, heldout, of_turns = [], [], []
@@ -183,7 +181,7 @@ def load_data(
                     part = TurnRows(part, source.columns)
                     of_turns.append(part)
                 names = (source.reward, *scored_by)
-                sources.append(_prompt_source(config, source, part, (render, end), columns, names))
+                sources.append(_prompt_source(config, source, part, chat, columns, names))
                 sources[-1].check()
     if of_turns and not any(each.has_transcripts for each in of_turns):
         raise ConfigError(
@@ -214,16 +212,16 @@ def _open_source(source: SourceTable, prefix: str, key: str) -> tuple[RowReader 
     return rows, open_rows(path, heldout_key, source.heldout_split, source.subset, has_splits=of_same)
 
 
-def _renderer(config: Config, started_unix_s: float | None) -> Render:
-    """Returns the function that renders conversations; it raises NoTokenizer where the configured directory does not
-    exist, or describes no tokenizer."""
+def _renderer(config: Config, started_unix_s: float | None) -> Renderer:
+    """Returns the chat template, which renders conversations; it raises NoTokenizer where the configured directory does
+    not exist, or describes no tokenizer."""
     directory = config.tokenizer
     if directory is None:
-        return no_template
+        return NoRenderer()
     if (directory / TOKENIZER_CONFIG).is_file():
-        return Chat(directory, started_unix_s, config.data.chat_options).render
+        return Chat(directory, started_unix_s, config.data.chat_options)
 
-    def no_tokenizer(messages: Any) -> str:
+    def no_tokenizer() -> ConfigError:
         exists = directory.is_dir()
         lack = (
             f"directory {directory} has no {TOKENIZER_CONFIG}"
@@ -231,11 +229,11 @@ def _renderer(config: Config, started_unix_s: float | None) -> Render:
             else f"there is no directory {directory}"
         )
         where = "" if directory.is_absolute() else f" (relative to the working directory {Path.cwd()})"
-        raise NoTokenizer(
+        return NoTokenizer(
             f"{config.tokenizer_key}: {lack}{where}, and prompts are rendered by its chat template"
         )
 
-    return no_tokenizer
+    return NoRenderer(no_tokenizer)
 
 
 def _reward_tables(config: Config) -> dict[str, RewardTable]:
@@ -246,7 +244,7 @@ def _prompt_source(
     config: Config,
     table: SourceTable,
     rows: RowReader,
-    chat: tuple[Render, Callable[[], str]],
+    chat: tuple[Renderer, TemplateEnds],
     columns: Sequence[str],
     rewards: Sequence[str],
 ) -> PromptSource:

@@ -28,7 +28,15 @@ FINGERPRINTED = 1000
 
 
 class RowReader(Protocol):
-    """Protocol of readers of a file or dataset with at least one row. Reading a malformed row raises ConfigError."""
+    """Protocol of readers of a file or dataset with at least one row. Reading a malformed row raises ConfigError.
+
+    Attributes:
+        fills_nulls: Whether an object of a row has all keys that those of other rows have, with null for those that it
+            lacks, as in Arrow.
+    """
+
+    @property
+    def fills_nulls(self) -> bool: ...
 
     def __len__(self) -> int: ...
 
@@ -81,6 +89,8 @@ def open_rows(
 class DatasetRows:
     """Reader of the rows of a `datasets.Dataset`; `source` names it in messages. Values without a JSON type, such as
     dates, become text."""
+
+    fills_nulls = True
 
     def __init__(self, dataset: Any, source: str) -> None:
         self._dataset = dataset

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,43 @@ RESPONSE_END = "response_end"
 GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
 
 
+class TemplateEnds:
+    """Ends of responses to conversations as the chat template of a run ends messages of the assistant. Files of the
+    model are read when they are first needed.
+
+    Args:
+        config: Configuration of the run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def usual(self) -> str:
+        """Returns the end of responses that are the content of a message; see `response_end`."""
+        return self._usual
+
+    def split(self, turn: str) -> tuple[str, str]:
+        """Splits a rendered message of the assistant into the response and what ends it, as `response_end` describes
+        the end; see `Chat.split_turn`."""
+        chat, known = self._tokens
+        try:
+            text, end = chat.split_turn(turn, known)
+        except ConfigError:  # without tokenizer.json
+            return turn, ""
+        return text, "" if end == chat.eos_token else end
+
+    @cached_property
+    def _usual(self) -> str:
+        return response_end(self._config)
+
+    @cached_property
+    def _tokens(self) -> tuple[Chat, set[int]]:
+        """The chat template and tokenizer of the run, and the ids of the EOS tokens of its model."""
+        directory = self._config.tokenizer
+        assert directory is not None, "a message was rendered"
+        return _tokens_of(self._config, directory)
+
+
 def response_end(config: Config) -> str:
     """Returns the text with which the chat template of a run ends responses; see `Chat.end_of_response`. Empty where
     that is the EOS token of the tokenizer, which ends other responses too; where it is not a special token; and where
@@ -22,16 +60,22 @@ def response_end(config: Config) -> str:
     directory = config.tokenizer
     if directory is None or not (directory / TOKENIZER_CONFIG).is_file():
         return ""
-    chat = Chat(directory, options=config.data.chat_options)
-    try:
-        known = eos_ids(chat, directory)
-    except ConfigError:  # a tokenizer without a model
-        known = set()
+    chat, known = _tokens_of(config, directory)
     try:
         end = chat.end_of_response(known)
         return "" if end == chat.eos_token else end
     except ConfigError:
         return ""
+
+
+def _tokens_of(config: Config, directory: Path) -> tuple[Chat, set[int]]:
+    """Returns chat template and tokenizer of a directory, and the ids of the EOS tokens of its model; none where it has
+    a tokenizer alone."""
+    chat = Chat(directory, options=config.data.chat_options)
+    try:
+        return chat, eos_ids(chat, directory)
+    except ConfigError:
+        return chat, set()
 
 
 def eos_ids(chat: Chat, directory: Path) -> set[int]:

@@ -37,6 +37,7 @@ class _Chosen:
 
     def __init__(self, rows: RowReader, numbers: np.ndarray) -> None:
         self._rows = rows
+        self.fills_nulls = rows.fills_nulls
         self._numbers = numbers
 
     def __len__(self) -> int:
@@ -62,6 +63,7 @@ class _Remaining:
 
     def __init__(self, rows: RowReader, without: np.ndarray) -> None:
         self._rows = rows
+        self.fills_nulls = rows.fills_nulls
         self._without = without
         # Number of remaining rows before each of those that are left out.
         self._before = without - np.arange(len(without))

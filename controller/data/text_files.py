@@ -50,6 +50,8 @@ class TextRows(ABC):
         ConfigError: The file is not of the format.
     """
 
+    fills_nulls = False
+
     def __init__(self, file: BinaryIO, source: str) -> None:
         self._source = source
         self._starts = self._index(file)

@@ -8,20 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from controller.data.conversations import TRANSCRIPT
+from controller.data.conversations import TRANSCRIPT, is_trained
 from controller.data.malformed import MalformedRow
 from controller.data.readers import RowReader
 from controller.data.text_files import Row
 from rlhf.errors import ConfigError
 
-BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")
-"""Keys of a message of the assistant that chat templates render beside its content, which alone is the response."""
-
 
 class TurnRows:
     """Reader that yields a row for each turn of the assistant in a transcript: the row of the file, whose transcript
     ends with that turn. A transcript is a list of messages, in field `messages` of a row without field `response`, or
-    in field `response` of a row without a prompt. Other rows are yielded as they are.
+    in field `response` of a row without a prompt. Other rows are yielded as they are. Turns of weight 0 are left out.
 
     All rows are read once to count their turns; the offset of each row, 8 bytes, stays in memory.
 
@@ -33,12 +30,12 @@ class TurnRows:
         has_transcripts: Whether a row has a transcript.
 
     Raises:
-        ConfigError: A row cannot be read; or a transcript has no message of the assistant, begins with one, or has one
-            of which a part would not be trained.
+        ConfigError: A row cannot be read; or a transcript has no message of the assistant to train, or begins with one.
     """
 
     def __init__(self, rows: RowReader, renamed: Mapping[str, str]) -> None:
         self._rows = rows
+        self.fills_nulls = rows.fills_nulls
         names = {name: renamed.get(name, name) for name in ("prompt", "response", TRANSCRIPT)}
         ours = {theirs: name for name, theirs in renamed.items()}
         # With columns.ground_truth = "response", say, that field of the file is no response.
@@ -83,35 +80,39 @@ class TurnRows:
 
     def _field(self, row: Row) -> str | None:
         """Returns the name of the field with the transcript of a row; None where there is none."""
-        name = "response" if self._names.get("response") in row else TRANSCRIPT
-        if name == "response" and self._names.get("prompt") in row:
+        given = {name: row.get(field) for name, field in self._names.items()}
+        name = TRANSCRIPT if given.get("response") is None else "response"
+        if name == "response" and given.get("prompt") is not None:
             return None
-        field = self._names.get(name)
-        given = row.get(field) if field else None
-        return field if given and isinstance(given, list) else None
+        return self._names[name] if given.get(name) and isinstance(given[name], list) else None
 
     def _turns(self, row: Row) -> list[Row]:
         """Returns the rows that a row of the file becomes. Raises MalformedRow where its transcript has no message of
-        the assistant, begins with one, or has one of which a part would not be trained."""
+        the assistant to train, or begins with one."""
         field = self._field(row)
         if field is None:
             return [row]
         messages = row[field]
-        ends = [number for number, message in enumerate(messages, 1) if _is_assistant(message)]
-        if not ends:
+        said = [number for number, message in enumerate(messages, 1) if _is_assistant(message)]
+        if _has_no_role(messages[-1]):
+            said.append(len(messages))
+        if not said:
             raise MalformedRow(f"{field} has no message whose role is 'assistant'")
+        ends = [number for number in said if is_trained(messages[number - 1], f"{field}: message {number}")]
+        if not ends:
+            raise MalformedRow(f"{field} has no message of the assistant to train: each has weight 0")
         if ends[0] == 1:
             raise MalformedRow(
-                f"{field} begins with a message of the assistant, which cannot be trained without a prompt (data.turns)"
+                f"{field} begins with a message of the assistant, which cannot be trained without a prompt "
+                "(data.turns); weight 0 in it leaves it out"
             )
-        for end in ends:
-            if lost := next((key for key in BESIDE_CONTENT if messages[end - 1].get(key)), None):
-                raise MalformedRow(
-                    f"{field}: message {end}, of the assistant, has {lost}, which would not be trained, since only its "
-                    "content is (data.turns); write it into the content, in the form that the model has to learn"
-                )
         return [{**row, field: messages[:end]} for end in ends]
 
 
 def _is_assistant(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _has_no_role(last: Any) -> bool:
+    """Whether the last message of a transcript is of the assistant without saying so, as elsewhere."""
+    return isinstance(last, dict) and last.get("role") is None and "content" in last

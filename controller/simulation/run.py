@@ -90,6 +90,8 @@ class _Notes:
 class _Rows:
     """Rows without contents, of any number; see `RowReader`."""
 
+    fills_nulls = False
+
     def __init__(self, names: Sequence[str], count: int) -> None:
         self._row, self._count = dict.fromkeys(("prompt", "text", *names), "x"), count
 

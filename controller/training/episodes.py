@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from controller.config.config import Config
 from controller.data.chat import Chat
+from controller.data.malformed import MalformedRow
 from controller.data.prompt_form import NoTemplate
+from controller.data.tool_calls import tools_of
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.training.columns import count_tokens, texts_of
 from controller.training.environment import Answer, EnvironmentCaller, Episode, environment_factory
@@ -143,7 +145,7 @@ class EpisodePlayer:
         observations: list[str | None] = [None] * len(episodes)
         for row, answer in zip(playing, answers, strict=True):
             try:
-                observations[row] = self._rendered(answer)
+                observations[row] = self._rendered(answer, episodes[row])
             except NoTemplate:
                 raise
             except ConfigError as error:  # which these messages may have caused alone
@@ -155,9 +157,9 @@ class EpisodePlayer:
         episode.error = f"environment {self._table.factory}: step: {cause}"
         logging.warning("an episode has failed: %s", episode.error)
 
-    def _rendered(self, answer: Answer) -> str | None:
-        """Returns the text that an answer adds to the response. Raises ConfigError where it cannot be rendered, and
-        NoTemplate where there is no chat template."""
+    def _rendered(self, answer: Answer, episode: Episode) -> str | None:
+        """Returns the text that an answer adds to the response of its episode. Raises ConfigError where it cannot be
+        rendered, and NoTemplate where there is no chat template."""
         if answer is None or isinstance(answer, str):
             text = answer
         elif self._chat is None:
@@ -165,7 +167,7 @@ class EpisodePlayer:
                 f"{self._table.factory} returned messages, and no service has a model directory with a chat template"
             )
         else:
-            text = self._chat.continuation(answer)
+            text = self._chat.continuation(answer, _tools_of(episode))
         if text and len(text) > MAX_OBSERVATION:
             raise ConfigError(
                 f"returned {len(text)} characters; at most {MAX_OBSERVATION} are added to a response"
@@ -201,6 +203,15 @@ def episode_metrics(batch: Batch) -> dict[str, float]:
         "episode/failed": sum(map(bool, errors.texts)) / batch.rows,
         "episode/sampled_mean": count_tokens(batch, "rollout_log_probs") / batch.rows,
     }
+
+
+def _tools_of(episode: Episode) -> list[Any] | None:
+    """Returns the JSON schemas of the tools of an episode's row; None where it has none, or something else in their
+    field, as rows may whose prompt is a text."""
+    try:
+        return tools_of(json.loads(episode.row.get("metadata") or "{}"))
+    except MalformedRow:
+        return None
 
 
 def _outcomes(episodes: Sequence[Episode]) -> FutureBatch:

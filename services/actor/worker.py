@@ -160,7 +160,7 @@ class ActorWorker(ModelWorker):
     def tokenize(self, rows: CallRows, request: actor_pb2.TokenizeRequest, call: CallContext) -> CallResult:
         """Implements Tokenize: returns token ids of prompts and responses, the latter cut to `max_response_tokens`
         (0: not cut)."""
-        prompts = self.tokenized(rows.texts("prompt"), call)
+        prompts = self.prompt_ids(rows.texts("prompt"), call)
         responses = self.response_ids(rows.texts("response"), response_ends(rows), call)
         most = request.max_response_tokens or max(map(len, responses), default=0)
         num_cut = sum(len(row) > most for row in responses)

@@ -56,7 +56,7 @@ class SequenceGenerator:
     """
 
     def __init__(self, worker: LanguageWorker, engine: RolloutEngine, directory: Path) -> None:
-        self._ranks, self._engine, self._tokenized = worker.ranks, engine, worker.tokenized
+        self._ranks, self._engine, self._prompt_ids = worker.ranks, engine, worker.prompt_ids
         self._version = lambda: worker.policy_version
         self._eos_ids = end_of_sequence_ids(directory, worker.eos_id)
         self.texts = TextCodec(worker)
@@ -85,7 +85,7 @@ class SequenceGenerator:
             self._engine.check_awake()
             stop = self.texts.stop_strings(tuple(request.sampling.stop))
             options = sampling_options(request.sampling, self._eos_ids, stop)
-            prompts = self._tokenized(rows.texts("prompt"), call)
+            prompts = self._prompt_ids(rows.texts("prompt"), call)
             episodes = self._episodes(rows, request, options, call) if request.episode else None
             segment = None if episodes else self._segment(rows, request, options)
         refresh()

@@ -35,6 +35,13 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def added_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
+    """Returns whether a tokenizer adds its BOS token at the start of texts, and its EOS token at their end."""
+    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    begin, end = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
+    return plain[:1] != begin == whole[:1], plain[-1:] != end == whole[-1:]
+
+
 def _no_files(directory: Path) -> str:
     return f"{directory} has no files of a tokenizer, such as tokenizer.json"
 

@@ -19,6 +19,8 @@ from rlhf.errors import ConfigError
 class Listed(list[dict[str, Any]]):
     """Rows that are held in memory."""
 
+    fills_nulls = False
+
     def where(self, row: int) -> str:
         return f"row {row}"
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tomli_w
 from click.testing import CliRunner
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from controller.algorithms import as_algorithm
@@ -27,8 +28,9 @@ from controller.plan import Plan
 from controller.restoring import Restorer
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.columns import texts_of
-from deploy.quickstart.build import EOS, UNK, make_tokenizer
+from deploy.quickstart.build import BOS, EOS, UNK, make_tokenizer
 from rlhf.errors import ConfigError
+from services.models.tokenizers import added_ends
 from services.roles.language_worker import LanguageWorker
 
 TEMPLATE = (
@@ -142,6 +144,33 @@ def test_what_is_learned_of_a_conversation_ends_as_the_template_ends_it(
     learned = tokenizer(prompts[0])["input_ids"] + ids[0]
     assert learned == whole[: len(learned)]
     assert ids[0][-1] in (3, 26)
+
+
+@pytest.mark.parametrize(
+    ("single", "begins"),
+    [(f"{BOS} $A", True), (f"{BOS} $A {EOS}", True), (f"$A {EOS}", False), ("$A", False)],
+)
+def test_prompts_have_one_token_that_begins_them_and_none_that_ends_them(single: str, begins: bool) -> None:
+    tokenizer = make_tokenizer()
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (BOS, EOS)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=special
+    )
+    adds_bos, adds_eos = added_ends(tokenizer)
+    assert (adds_bos, adds_eos) == (begins, EOS in single)
+    worker: Any = SimpleNamespace(
+        tokenized=lambda texts, call, **options: tokenizer(texts, **options)["input_ids"],
+        tokenizer=tokenizer,
+        _adds_bos=adds_bos,
+        _adds_eos=adds_eos,
+    )
+    ids = LanguageWorker.prompt_ids(worker, ["ab", f"{BOS}ab", f"a{EOS}"], worker)
+    own, texts = [tokenizer.bos_token_id] * begins, list(map(ord, "ab"))
+    assert ids == [
+        [*own, *texts],
+        [tokenizer.bos_token_id, *texts],
+        [*own, ord("a"), tokenizer.eos_token_id],
+    ]
 
 
 @pytest.mark.parametrize("end", [EOS, f"{EOS}{UNK}", "[end]"], ids=["EOS", "EOS before another", "no token"])

@@ -248,6 +248,16 @@ def test_later_turns_have_the_options_of_the_chat_template(tmp_path: Path) -> No
     assert policy.observed[0][0].endswith("<|im_start|>assistant\n<think>")
 
 
+def test_later_turns_have_the_tools_of_their_row(tmp_path: Path) -> None:
+    template = CHATML.replace("{{ m.content }}", "{{ tools | map(attribute='name') | join }} {{ m.content }}")
+    given = config(model_directory(tmp_path, template))
+    data = given.data.model_copy(update={"chat_options": {"tools": [{"name": "f"}]}})
+    policy = Policy(a=["message", "stop"], b=["message", "stop"], c=["message", "stop"])
+    metadata = ['{"tools": "[{\\"name\\": \\"g\\"}]"}', '{"tools": null}', '{"tools": "hammer"}']
+    play(policy, given.model_copy(update={"data": data}), metadata=metadata)
+    assert [text.split()[2] for text in policy.observed[0]] == ["g", "f", "f"]
+
+
 def test_later_turns_have_the_date_of_the_start_of_the_run(tmp_path: Path) -> None:
     """As prompts have, so that a run that is resumed on another day continues episodes as before."""
     template = CHATML.replace("{{ m.content }}", "{{ strftime_now('%Y-%m-%d') }} {{ m.content }}")

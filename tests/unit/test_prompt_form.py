@@ -247,7 +247,7 @@ def test_the_last_turn_is_the_response(
 @pytest.mark.parametrize(
     ("row", "columns", "message"),
     [
-        ({"messages": TALK}, ("response",), "response ends with a message of 'user'"),
+        ({"messages": TALK}, ("response",), "messages ends with a message of 'user'"),
         (
             {"messages": [assistant("d")]},
             ("response",),

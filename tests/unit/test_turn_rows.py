@@ -229,16 +229,16 @@ def test_sources_count_turns(tmp_path: Path) -> None:
         ([{"from": "gpt", "value": "a"}], "has no message whose role is 'assistant'"),
         ([assistant("a"), *TALK], r"rows\.jsonl:2: messages begins with a message of the assistant"),
         (
-            [user("a"), assistant("b", tool_calls=[{"name": "f"}]), said("tool", "c"), assistant("d")],
-            r"rows\.jsonl:2: messages: message 2, of the assistant, has tool_calls, which would not be trained",
+            [user("a"), assistant("b", reasoning_content="c"), user("d"), assistant("e")],
+            r"rows\.jsonl:2, turn 1 of the assistant: the last message has reasoning_content, which the chat template "
+            "leaves out, so that it would not be trained; write it into the content",
         ),
-        ([user("a"), assistant("b", reasoning_content="c")], "has reasoning_content, which would not"),
         (
             [user("a"), assistant("b"), user("c"), assistant("")],
-            r"rows\.jsonl:2, turn 2 of the assistant: response: content of the last message is not a text, or empty",
+            r"rows\.jsonl:2, turn 2 of the assistant: messages: content of the last message is not a text, or empty",
         ),
     ],
-    ids=["none", "ShareGPT", "first", "tool calls", "reasoning", "empty"],
+    ids=["none", "ShareGPT", "first", "reasoning", "empty"],
 )
 def test_a_transcript_of_which_a_turn_cannot_be_trained_is_refused(
     talk: list[dict[str, Any]], message: str, tmp_path: Path
