@@ -28,7 +28,7 @@ from controller.epochs import with_steps
 from controller.foresight import check_models, fetch_descriptions
 from controller.identity import Identity
 from controller.optimizer_steps import with_total_steps
-from controller.tracking.contents import RUN_FILE, SUMMARY_FILE
+from controller.tracking.contents import CONFIG_FILE, RUN_FILE, SUMMARY_FILE
 from controller.tracking.run_directory import read_json
 from controller.tracking.traces import check_traces
 from controller.tracking.trackers import find_trackers
@@ -36,8 +36,6 @@ from controller.training.algorithm import Algorithm
 from reports.units import counted
 from rlhf.errors import ConfigError
 from settings.strict import read_toml, validate
-
-CONFIG_FILE = "config.toml"
 
 
 @dataclass(frozen=True)
