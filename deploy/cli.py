@@ -97,7 +97,7 @@ def up(
     loaded = _load(config, settings)
     host = HostPlan.of(loaded, service_names(loaded, only), host).host
     log_dir = Path(os.path.realpath(log_dir)) if log_dir else _log_dir(config, host)
-    deployment = Deployment(str(config.resolve()), str(log_dir), settings, host)
+    deployment = Deployment(os.path.realpath(config), str(log_dir), settings, host)
     if detach:
         _up_detached(config, deployment, only)
     else:
@@ -372,7 +372,9 @@ def _deployment(config: Path, settings: tuple[str, ...], host: str | None) -> De
 
 def _log_dir(config: Path, host: str) -> Path:
     """Directory of logs without --log-dir; of each host one, since hosts may share the file system."""
-    return (Path("runs/logs") / config.stem / host).resolve()
+    return Path(
+        os.path.realpath(Path("runs/logs") / config.stem / host)
+    )  # Path.resolve raises in a loop of links
 
 
 def _up(launcher: LaunchOptions, config: Config, deployment: Deployment, only: tuple[str, ...]) -> None:

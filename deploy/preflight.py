@@ -263,7 +263,10 @@ def _is_installed(package: str) -> bool:
 
 def _why(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return "is in use; a run uses services that run already without --launch, one of yours with external = true"
+        return (
+            "is in use; where services of the config run already, start rlhf-controller without --launch, or set "
+            "external = true for those that do"
+        )
     if error.errno == errno.EADDRNOTAVAIL:
         return "is not an address of this host; start the services of this host with --host or --only"
     return f"cannot be served: {error.strerror}"
