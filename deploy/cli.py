@@ -35,6 +35,7 @@ from reports.units import counted
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopt
 from settings.commands import Commands, address_given, set_option
+from settings.function_check import check_function
 from settings.model import optimizer_without_end
 from settings.security import security_option
 
@@ -246,7 +247,7 @@ def check(
     preflight.check(loaded, names, plan.elsewhere)
     check_stores(loaded, plan)
     for name in names:
-        preflight.check_function(name, loaded.services[name])
+        check_function(name, loaded.services[name])
         preflight.check_sandbox(name, loaded.services[name])
     if lacking := [name for name in names if optimizer_without_end(loaded.services[name])]:
         _say(
