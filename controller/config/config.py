@@ -5,7 +5,7 @@ Every table is strict and typed. Impossible combinations are refused here, befor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +239,8 @@ def load(path: Path | str, settings: tuple[str, ...] = ()) -> Config:
 
 def with_settings(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str, Any]:
     """Sets values in the tables of a config as `override` does, in place, and returns them. A setting of one of two
-    keys that exclude each other (`EXCLUSIVE`) removes the other of the file, unless that is set too."""
+    keys that exclude each other (`EXCLUSIVE`) removes the other of the file, unless that is set too, and so does a
+    constant schedule of an optimizer its `total_steps`."""
     tables = override(tables, settings)
     given = {setting.partition("=")[0].strip() for setting in settings}
     for pair in EXCLUSIVE:
@@ -248,7 +249,20 @@ def with_settings(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str
             table = tables.get(name)
             if isinstance(table, dict) and key in given and other not in given:
                 table.pop(leaf, None)
+    services = tables.get("services")
+    for name, service in services.items() if isinstance(services, dict) else ():
+        _without_unread_steps(service, f"services.{name}.optimizer", given)
     return tables
+
+
+def _without_unread_steps(service: Any, key: str, given: Set[str]) -> None:
+    """Removes `total_steps` of the file, where a run has written the computed ones, from an optimizer whose schedule is
+    set to constant."""
+    optimizer = service.get("optimizer") if isinstance(service, dict) else None
+    if not isinstance(optimizer, dict) or f"{key}.total_steps" in given or optimizer.get("warmup_ratio"):
+        return
+    if f"{key}.schedule" in given and optimizer.get("schedule") == "constant":
+        optimizer.pop("total_steps", None)
 
 
 def as_config(given: AnyConfig) -> Config:
