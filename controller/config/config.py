@@ -16,7 +16,7 @@ from controller.config.algorithm import AlgorithmTable
 from controller.config.checkpoint import CheckpointTable
 from controller.config.data import DataTable
 from controller.config.placements import Placement
-from controller.config.rollout import RolloutTable
+from controller.config.rollout import EvaluationTable, RolloutTable
 from controller.config.run import RunTable
 from controller.config.tracking import TrackingTable
 from settings.rollout import RolloutServiceTable
@@ -128,6 +128,13 @@ class Config(Strict):
             for source in self.data.all_sources
         }
 
+    @property
+    def evaluations(self) -> dict[str, EvaluationTable]:
+        """Sampling of the responses to held-out prompts, by label of the source: `[rollout.evaluation]` with the values
+        of the source's own `evaluation`."""
+        table = self.rollout.evaluation
+        return {source.label: table.with_values(source.evaluation) for source in self.data.all_sources}
+
     def has_reward(self, reward: str) -> bool:
         """Returns whether there is a service of the algorithm's reward or cost `reward`; see `recipes`."""
         return any(part in self.services for recipe in self.recipes(reward).values() for part in recipe)
@@ -208,7 +215,8 @@ class Config(Strict):
         checks.check_correction(self.algorithm, self.rollout)
         checks.check_drift(self.algorithm, self.rollout)
         checks.check_generation(self.services, self.generators)
-        checks.check_sampling(self.rollout, self.services)
+        checks.check_evaluations(self.data, self.rollout)
+        checks.check_sampling(self.data, self.rollout, self.services)
         checks.check_truncation(self.algorithm, self.rollout)
         if self.run.epochs is None:
             checks.check_best(self.checkpoint, self.run)

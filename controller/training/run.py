@@ -90,7 +90,7 @@ class Run:
         self._feed = Feed(config, data[0], pretrain, limits)
         self.loader = self._feed.loader
         self._metrics = StepMetrics(cluster)
-        self._evaluator = Evaluator(data[1], limits[0], config.run.evaluation_rows, cluster, recorder)
+        self._evaluator = Evaluator(config, data[1], limits[0], cluster, recorder)
         self._state = RunState(self._feed, self._metrics, self._evaluator)
         if resumed is not None:
             self._state.restore(resumed)

@@ -186,6 +186,34 @@ def test_a_run_of_sft_lowers_the_heldout_loss(up: Up) -> None:
     AutoModelForCausalLM.from_pretrained(path / "actor")
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "name"), [("sft", "loss"), ("dpo", "margin"), ("reward_model", "margin")]
+)
+def test_each_source_has_held_out_metrics_of_its_own(
+    up: Up, tmp_path: Path, algorithm: str, name: str
+) -> None:
+    """They are those of a run whose held-out rows are of this source alone."""
+    rows = up.config.data.train.read_text().splitlines(keepends=True)
+    sources = {"first": rows[:2], "second": rows[2:]}
+    paths = {source: tmp_path / f"{source}.jsonl" for source in sources}
+    for source, path in paths.items():
+        path.write_text("".join(sources[source]))
+
+    def measured(data: dict[str, Any]) -> Mapping[str, Any]:
+        tables = up.config.model_dump(exclude_unset=True)
+        tables |= {"data": data | {"prompts_per_step": 4}, "algorithm": {"mini_batch_size": 4}}
+        tables["run"] |= {"steps": 1}
+        return job.run(Config.model_validate(tables), algorithm).summary
+
+    found = measured(
+        {"sources": [{"name": each, "path": path, "heldout": path} for each, path in paths.items()]}
+    )
+    assert f"{name}_before" in found
+    for source, path in paths.items():
+        alone = measured({"train": path, "heldout": path})
+        assert found[f"{name}_{source}_before"] == pytest.approx(alone[f"{name}_before"], abs=1e-5)
+
+
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
 def test_a_run_of_dpo_equals_plain_torch(up: Up, tmp_path: Path, loss: str) -> None:
     """Two optimizer steps on the same four pairs; at the first the policy is the reference."""
