@@ -20,7 +20,7 @@ MAY_DIFFER = frozenset(
     {
         *(
             f"run.{key}"
-            for key in ("steps", "epochs", "evaluate_every", "verify_every", "samples", "name")
+            for key in ("steps", "epochs", "evaluate_every", "patience", "verify_every", "samples", "name")
         ),
         *(
             f"run.{key}"

@@ -257,6 +257,20 @@ def check_best(checkpoint: CheckpointTable, run: RunTable) -> None:
         )
 
 
+def check_patience(checkpoint: CheckpointTable, run: RunTable) -> None:
+    """Raises ValueError where `run.patience` is set and `checkpoint.best` is no metric of evaluations, or there are no
+    evaluations between the steps."""
+    if not run.patience:
+        return
+    if not checkpoint.best.startswith("evaluation/"):
+        raise ValueError(
+            "run.patience: needs checkpoint.best, a metric of evaluations such as evaluation/accuracy (given: "
+            f"{checkpoint.best!r})"
+        )
+    if not run.evaluate_every:
+        raise ValueError("run.patience: needs evaluations between the steps, and run.evaluate_every is 0")
+
+
 def check_segments(run: RunTable, rollout: RolloutTable) -> None:
     """Raises ValueError where responses have more segments than steps are open, or stop strings, which a segment could
     cut."""

@@ -220,6 +220,7 @@ class Config(Strict):
         checks.check_truncation(self.algorithm, self.rollout)
         if self.run.epochs is None:
             checks.check_best(self.checkpoint, self.run)
+        checks.check_patience(self.checkpoint, self.run)
         checks.check_ahead(self.run, self.algorithm, self.rollout)
         checks.check_segments(self.run, self.rollout)
         checks.check_chunks(self.data, self.rollout)

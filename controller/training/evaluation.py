@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,6 +87,11 @@ class Evaluator:
         return rows_that_fit(self._data, self._limit, lambda prompt: prompt.text)
 
     @property
+    def has_stalled(self) -> bool:
+        """Whether `run.patience` says that the run ends; see the function of this name."""
+        return has_stalled(self._config, self.history)
+
+    @property
     def left_out(self) -> int:
         """Number of held-out rows that are left out because their prompts are too long. The first use may read all
         rows; see `rows`."""
@@ -143,6 +149,25 @@ class Evaluator:
         """Writes sample responses of a step (None: the newest) if `is_recorded`."""
         if self.is_recorded:
             self._recorder.samples(self._cluster.session.step_of(step).number, samples)
+
+
+def has_stalled(config: Config, history: Sequence[Mapping[str, float]]) -> bool:
+    """Whether there were `run.patience` evaluations in a row that did not improve on the best value of
+    `checkpoint.best` before them, at the end of the history or earlier; never where it is 0.
+
+    Args:
+        config: Configuration of the run.
+        history: Metrics of each evaluation, in order, without prefix.
+    """
+    patience, name = config.run.patience, config.checkpoint.best.removeprefix("evaluation/")
+    sign = 1 if config.checkpoint.best_is == "highest" else -1
+    best, waited = -math.inf, 0
+    for value in (sign * each[name] for each in history if patience and name in each):
+        waited = 0 if value > best else waited + 1
+        best = max(best, value)
+        if waited == patience:
+            return True
+    return False
 
 
 def batches(

@@ -664,6 +664,7 @@ class TestFacts:
             ("run.steps", 100),
             ("run.epochs", 3),
             ("run.evaluate_every", 3),
+            ("run.patience", 3),
             ("rollout.evaluation.temperature", 0.5),
             ("data.evaluated_rows", 100),
             ("checkpoint.keep", 5),
