@@ -319,6 +319,20 @@ def test_an_evaluation_of_distill_has_as_many_responses_in_a_batch(tmp_path: Pat
     ].keys()
 
 
+def test_distill_measures_each_source_whatever_the_number_of_its_responses(tmp_path: Path) -> None:
+    own = "evaluation={samples=3,temperature=0.7}"
+    run = simulate(tmp_path, "distill", "run.steps=1", *two_sources(tmp_path, own))
+    found = run.notes.metrics[0]
+    assert {
+        "evaluation/pass_at_3_aime",
+        "evaluation/reward_math",
+        "evaluation/reverse_kl_aime",
+    } <= found.keys()
+    assert "evaluation/pass_at_3" not in found
+    kl, math_, aime = (found[f"evaluation/reverse_kl{end}"] for end in ("", "_math", "_aime"))
+    assert min(math_, aime) < kl < max(math_, aime)
+
+
 def test_numbers_of_any_type_are_those_of_a_run_that_is_resumed(tmp_path: Path) -> None:
     def measured(run: Run) -> None:
         def measure(heldout: FutureBatch) -> Measured:
