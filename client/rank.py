@@ -155,11 +155,11 @@ class RankClient:
     def _callable(self, method: Method) -> Any:
         if method.path not in self._callables:
             kind = self._channel.unary_stream if method.streams else self._channel.unary_unary
-            parse: Any = None  # gRPC logs what it cannot parse, and goes on with None: see `_parse`
             if method.takes_stream:
-                kind, parse = self._channel.stream_stream, method.response.FromString  # type: ignore[attr-defined]
+                kind = self._channel.stream_stream
+            # Answers are parsed here and in `CallStream`: gRPC logs what it cannot parse, and goes on with None.
             self._callables[method.path] = kind(
-                method.path, request_serializer=_serialized, response_deserializer=parse
+                method.path, request_serializer=_serialized, response_deserializer=None
             )
         return self._callables[method.path]
 

@@ -70,7 +70,7 @@ class CallStream:
     Args:
         service: Name of the service in the config.
         who: Service, rank and address, for messages of errors.
-        open_stream: Function that starts the gRPC call of a stream and returns it.
+        open_stream: Function that starts the gRPC call of a stream, whose messages are read as bytes, and returns it.
         session: Name of the session, the first message on every stream.
     """
 
@@ -157,8 +157,8 @@ class CallStream:
                 self._end_outage()
                 for call in self._calls.values():
                     call.streams += 1
-            while isinstance(message := await stream.read(), worker_pb2.DispatchResponse):
-                self._take(message)
+            while isinstance(message := await stream.read(), bytes):
+                self._take(worker_pb2.DispatchResponse.FromString(message))
         except grpc.RpcError as error:
             return error
         except DecodeError as error:

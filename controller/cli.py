@@ -31,6 +31,7 @@ from rlhf.addresses import address_host, is_loopback
 from rlhf.errors import ConfigError
 from rlhf.stacks import dump_on_signal
 from settings.commands import Commands, errors_shown, set_option
+from settings.function_check import check_function
 
 
 def _write_report(context: click.Context, option: click.Parameter, directory: str | None) -> None:
@@ -261,8 +262,8 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
     model later. Warns of a model that this host does not have, of a service here that must already be running.
 
     Raises:
-        ConfigError: The configuration, a model, the data or the environment cannot be used; the same errors that `run`
-            raises.
+        ConfigError: The configuration, a model, the data, the environment or the function of a reward that would be
+            started cannot be used; the same errors that `run` raises.
     """
     if has_data:
         plan = Plan.of(algorithm, config)
@@ -283,6 +284,8 @@ def _show(algorithm: Algorithm, config: Config, *, launch: bool, has_data: bool)
         starts = launch and not table.external
         if name in missing and starts:
             raise ConfigError(missing[name])
+        if starts:
+            check_function(name, table)
         if name in missing and is_loopback(address_host(table.address)):
             click.echo(f"warning: {missing[name]}", err=True)
         start = "would be started" if starts else "must already be running"

@@ -18,8 +18,8 @@ from controller.config.config import Config
 from controller.config.tracking import TrackingTable
 from controller.launch import LaunchedServices
 from controller.opening import explained, session_of
-from controller.plan import CONFIG_FILE
 from controller.role_groups.cluster import Cluster, Restoration, SavedState
+from controller.tracking.contents import CONFIG_FILE
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopted
 from rlhf.v1 import worker_pb2

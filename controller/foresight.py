@@ -40,6 +40,7 @@ def arena_mb_needed(
     generated_bytes = spec.prompt_token_bytes * prompt_tokens
     generated_bytes += spec.response_token_bytes * config.rollout.max_response_tokens
     turns_bytes = _turn_bytes(config, prompt_tokens)
+    samples = [table.samples for table in config.evaluations.values()]
     needed = {}
     for name, table in config.services.items():
         spec = find_role(table.role)
@@ -55,7 +56,7 @@ def arena_mb_needed(
         step, evaluation = (
             math.ceil(rows / ranks) * row_bytes + math.ceil(further / ranks) * further_bytes
             for rows, further in zip(
-                (config.rows_per_step, max(config.run.evaluation_rows, config.rollout.evaluation.samples)),
+                (config.rows_per_step, max(config.run.evaluation_rows, *samples)),
                 further_responses,
                 strict=True,
             )

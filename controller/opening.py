@@ -25,13 +25,13 @@ from controller.data.response_end import RESPONSE_END
 from controller.epochs import steps_of_epochs
 from controller.foresight import arena_warnings
 from controller.launch import LaunchedServices
-from controller.plan import CONFIG_FILE, Plan
+from controller.plan import Plan
 from controller.recording import recording
 from controller.restoring import Restorer
 from controller.role_groups.admission import with_chosen
 from controller.role_groups.cluster import Cluster, Restoration, SavedState
 from controller.role_groups.platform import platform_of
-from controller.tracking.contents import SUMMARY_FILE
+from controller.tracking.contents import CONFIG_FILE, SUMMARY_FILE
 from controller.tracking.marks import cut_files, mark_files, remove_rollouts
 from controller.tracking.progress import Progress
 from controller.tracking.prometheus import MetricsEndpoint

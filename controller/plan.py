@@ -28,16 +28,15 @@ from controller.epochs import with_steps
 from controller.foresight import check_models, fetch_descriptions
 from controller.identity import Identity
 from controller.optimizer_steps import with_total_steps
-from controller.tracking.contents import RUN_FILE, SUMMARY_FILE
+from controller.tracking.contents import CONFIG_FILE, RUN_FILE, SUMMARY_FILE
 from controller.tracking.run_directory import read_json
 from controller.tracking.traces import check_traces
 from controller.tracking.trackers import find_trackers
 from controller.training.algorithm import Algorithm
+from controller.training.evaluation import has_stalled
 from reports.units import counted
 from rlhf.errors import ConfigError
 from settings.strict import read_toml, validate
-
-CONFIG_FILE = "config.toml"
 
 
 @dataclass(frozen=True)
@@ -195,6 +194,11 @@ def _check_unfinished(point: ResumePoint, config: Config) -> None:
         return
     if point.run["is_ended"]:
         raise ConfigError(f"{point.run_dir}: the algorithm has ended the run after step {point.step}")
+    if has_stalled(config, point.run["evaluations"]):
+        raise ConfigError(
+            f"{point.run_dir}: run.patience, {config.run.patience}, has ended the run after step {point.step}; --set "
+            "run.patience=NUMBER, with a larger number or 0, goes on"
+        )
     if point.step >= config.run.steps:
         key = "steps" if config.run.epochs is None else "epochs"
         raise ConfigError(

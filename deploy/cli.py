@@ -35,6 +35,7 @@ from reports.units import counted
 from rlhf.errors import ConfigError, RlhfError
 from rlhf.security import adopt
 from settings.commands import Commands, address_given, set_option
+from settings.function_check import check_function
 from settings.model import optimizer_without_end
 from settings.security import security_option
 
@@ -97,7 +98,7 @@ def up(
     loaded = _load(config, settings)
     host = HostPlan.of(loaded, service_names(loaded, only), host).host
     log_dir = Path(os.path.realpath(log_dir)) if log_dir else _log_dir(config, host)
-    deployment = Deployment(str(config.resolve()), str(log_dir), settings, host)
+    deployment = Deployment(os.path.realpath(config), str(log_dir), settings, host)
     if detach:
         _up_detached(config, deployment, only)
     else:
@@ -246,7 +247,7 @@ def check(
     preflight.check(loaded, names, plan.elsewhere)
     check_stores(loaded, plan)
     for name in names:
-        preflight.check_function(name, loaded.services[name])
+        check_function(name, loaded.services[name])
         preflight.check_sandbox(name, loaded.services[name])
     if lacking := [name for name in names if optimizer_without_end(loaded.services[name])]:
         _say(
@@ -372,7 +373,9 @@ def _deployment(config: Path, settings: tuple[str, ...], host: str | None) -> De
 
 def _log_dir(config: Path, host: str) -> Path:
     """Directory of logs without --log-dir; of each host one, since hosts may share the file system."""
-    return (Path("runs/logs") / config.stem / host).resolve()
+    return Path(
+        os.path.realpath(Path("runs/logs") / config.stem / host)
+    )  # Path.resolve raises in a loop of links
 
 
 def _up(launcher: LaunchOptions, config: Config, deployment: Deployment, only: tuple[str, ...]) -> None:

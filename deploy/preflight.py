@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib.util
-import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Mapping
 
 from controller.config.config import Config
@@ -19,6 +14,7 @@ from rlhf import addresses
 from rlhf.errors import ConfigError
 from settings.engines import TRAINING_ENGINES
 from settings.fit import check_model_fits
+from settings.function_check import run_to_end
 from settings.hub import DESCRIPTION, directory_problem, fetch, hub_model
 from settings.memory.vllm_cache import check_vllm_cache
 from settings.model import LoadedModelTable, ModelTable
@@ -27,21 +23,6 @@ from settings.reward import RewardTable
 from settings.services import Service
 from settings.transports import check_transport
 from settings.values import ValuesTable
-
-FIND_FUNCTION = """
-import json, os, sys
-from rlhf.errors import ConfigError
-from services.reward.functions import find_function
-cause = ""
-try:
-    find_function(sys.argv[1], json.load(sys.stdin))
-except ConfigError as error:
-    cause = " ".join(str(error).split())
-print(cause, file=sys.stderr, flush=True)
-os._exit(1 if cause else 0)
-"""
-"""Program that prints why a reward function cannot be found, as its last line. Threads and processes that the
-function's module has started end with it."""
 
 LACKS_FOR_SANDBOX = """
 import sys
@@ -165,54 +146,12 @@ def _reads_weights(table: Service) -> bool:
     )
 
 
-def check_function(name: str, table: Service) -> None:
-    """Raises ConfigError where the function of a reward cannot be imported, needs a package that is not installed, or
-    does not take its options. A process of its own imports it, from the working directory, as the service does."""
-    if not isinstance(table, RewardTable) or table.kind != "function":
-        return
-    # Not as an argument, which every user of the host can read: options may be secrets.
-    given = json.dumps(table.options)
-    code, said = _ended([sys.executable, "-c", FIND_FUNCTION, table.function], table.startup_timeout_s, given)
-    if code is None:
-        cause = f"function: {table.function!r} takes more than {table.startup_timeout_s:g} s to import"
-        raise ConfigError(f"services.{name}.{cause}")
-    if code:
-        ended = f"function: the import of {table.function!r} ended with status {code}"
-        raise ConfigError(f"services.{name}.{said[-1] if code == 1 and said else ended}")
-
-
-def _ended(command: list[str], timeout_s: float, given: str = "") -> tuple[int | None, list[str]]:
-    """Executes a command with the text `given` as standard input, and then ends all that it has started and that is in
-    its process group. Returns its status, None where it did not end in time, and the lines on its stderr."""
-    # Files: a pipe would not end before the processes that the command has started.
-    with tempfile.TemporaryFile() as stderr, open(os.memfd_create("rlhf-check"), "w+b") as stdin:
-        stdin.write(given.encode())
-        stdin.seek(0)
-        process = subprocess.Popen(
-            command,
-            stdin=stdin,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            start_new_session=True,
-        )
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout_s)
-            code = process.poll()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        stderr.seek(0)
-        return code, stderr.read().decode(errors="replace").strip().splitlines()
-
-
 def check_sandbox(name: str, table: Service) -> None:
     """Raises ConfigError where this host lacks a program or a library that the code grader needs. That sandboxes hold,
     the service itself tries when it starts."""
     if not isinstance(table, RewardTable) or table.kind != "sandbox" or table.sandbox.allow_unsandboxed:
         return
-    code, said = _ended([sys.executable, "-c", LACKS_FOR_SANDBOX], table.startup_timeout_s)
+    code, said = run_to_end([sys.executable, "-c", LACKS_FOR_SANDBOX], table.startup_timeout_s)
     if code != 0:
         ended = "its check " + ("does not end" if code is None else f"ended with status {code}")
         raise ConfigError(f"services.{name}.kind: sandbox: {said[-1] if code == 1 and said else ended}")
@@ -263,7 +202,10 @@ def _is_installed(package: str) -> bool:
 
 def _why(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return "is in use; a run uses services that run already without --launch, one of yours with external = true"
+        return (
+            "is in use; where services of the config run already, start rlhf-controller without --launch, or set "
+            "external = true for those that do"
+        )
     if error.errno == errno.EADDRNOTAVAIL:
         return "is not an address of this host; start the services of this host with --host or --only"
     return f"cannot be served: {error.strerror}"

@@ -161,4 +161,4 @@ def heldout_kl(run: Run, actor: Actor, teacher: Reference) -> Evaluation:
         measured = policy.summarize(scored) if policy else {}
         return {**measured, "reverse_kl": float(values[KL].sum() / max(values[TOKENS].sum(), 1))}
 
-    return Evaluation(measure, summarize, policy.responses if policy else 1)
+    return Evaluation(measure, summarize, policy.responses) if policy else Evaluation(measure, summarize)

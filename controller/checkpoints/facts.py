@@ -20,16 +20,21 @@ MAY_DIFFER = frozenset(
     {
         *(
             f"run.{key}"
-            for key in ("steps", "epochs", "evaluate_every", "verify_every", "samples", "name", "directory")
+            for key in ("steps", "epochs", "evaluate_every", "patience", "verify_every", "samples", "name")
         ),
         *(
             f"run.{key}"
-            for key in ("call_timeout_s", "save_timeout_s", "connect_timeout_s", "rollouts_every")
+            for key in (
+                "directory",
+                "call_timeout_s",
+                "save_timeout_s",
+                "connect_timeout_s",
+                "rollouts_every",
+            )
         ),
-        *(f"data.{key}" for key in ("train", "heldout", "pretrain", "tokenizer")),
+        *(f"data.{key}" for key in ("train", "heldout", "evaluated_rows", "pretrain", "tokenizer")),
         *(f"rollout.environment.{key}" for key in ("timeout_s", "concurrency")),
-        "data.sources.*.path",
-        "data.sources.*.heldout",
+        *(f"data.sources.*.{key}" for key in ("path", "heldout", "evaluated_rows", "evaluation")),
         "checkpoint",
         "devices",
         "placement",
@@ -244,7 +249,8 @@ def dtypes_of(dtypes: Mapping[str, str], platform: Mapping[str, Mapping[str, Any
 
 def _may_differ(key: str, *, elsewhere: bool) -> bool:
     table, *rest = key.split(".")
-    if {table, ".".join([table, *rest[:1]]), _NUMBER.sub(".*.", key)} & MAY_DIFFER:
+    numbered = _NUMBER.sub(".*.", key)
+    if {table, ".".join([table, *rest[:1]]), numbered, numbered.rpartition(".")[0]} & MAY_DIFFER:
         return True
     may = OF_A_SERVICE | LEARNING_RATE | (ELSEWHERE if elsewhere else set())
     return table == "services" and len(rest) > 1 and bool({rest[1], ".".join(rest[1:])} & may)

@@ -6,16 +6,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 
+from pydantic import ValidationError
+
 from controller.config.algorithm import MAX_KL_ERROR, AlgorithmTable
 from controller.config.checkpoint import CheckpointTable
 from controller.config.data import DataTable
 from controller.config.devices import check_names
-from controller.config.rollout import RolloutTable
+from controller.config.rollout import EvaluationTable, RolloutTable
 from controller.config.run import RunTable, check_name
 from reports.units import counted
 from rlhf.addresses import spelled_out
 from settings.actor import ActorTable
 from settings.critic import CriticTable
+from settings.explain import explain
 from settings.rollout import RolloutServiceTable
 from settings.service import ServiceTable
 from settings.values import ValuesTable
@@ -191,18 +194,34 @@ def check_generation(services: Services, generators: Mapping[str, str]) -> None:
             )
 
 
-def check_sampling(rollout: RolloutTable, services: Services) -> None:
-    """Raises ValueError if a service cannot sample at the temperatures of `rollout`, or if one of its limits on the
-    length of a row is too low for a prompt and a response of maximum length."""
+def check_evaluations(data: DataTable, rollout: RolloutTable) -> None:
+    """Raises ValueError where `[rollout.evaluation]` with the keys of a source's `evaluation` is not valid."""
+    for number, source in enumerate(data.sources):
+        try:
+            rollout.evaluation.with_values(source.evaluation)
+        except ValidationError as error:
+            found = explain(error, source.evaluation, EvaluationTable)
+            raise ValueError(f"data.sources.{number}.evaluation.{found}") from None
+
+
+def check_sampling(data: DataTable, rollout: RolloutTable, services: Services) -> None:
+    """Raises ValueError if a service cannot sample at the temperatures of `rollout` and of the sources' evaluations, or
+    if one of its limits on the length of a row is too low for a prompt and a response of maximum length."""
+    evaluations = {"rollout.evaluation": rollout.evaluation}
+    for number, source in enumerate(data.sources):
+        if source.evaluation:
+            evaluations[f"data.sources.{number}.evaluation"] = rollout.evaluation.with_values(
+                source.evaluation
+            )
+    sampled = {
+        f"{key}.temperature": table.temperature for key, table in evaluations.items() if not table.is_greedy
+    }
     for name, table in services.items():
         lowest, highest = table.temperatures
-        sampled = (
-            {} if rollout.evaluation.is_greedy else {"evaluation.temperature": rollout.evaluation.temperature}
-        )
-        for key, temperature in {"temperature": rollout.temperature, **sampled}.items():
+        for key, temperature in {"rollout.temperature": rollout.temperature, **sampled}.items():
             if not lowest <= temperature <= highest:
                 raise ValueError(
-                    f"rollout.{key}: the engine that generates in services.{name} samples at temperatures from "
+                    f"{key}: the engine that generates in services.{name} samples at temperatures from "
                     f"{lowest:g} to {highest:g} (given: {temperature:g})"
                 )
         for key, most in table.row_limits.items():
@@ -236,6 +255,20 @@ def check_best(checkpoint: CheckpointTable, run: RunTable) -> None:
             f"{run.evaluate_every}, and the last step) and a checkpoint (checkpoint.every {checkpoint.every}); "
             "checkpoint.at_end = true writes one after the last step"
         )
+
+
+def check_patience(checkpoint: CheckpointTable, run: RunTable) -> None:
+    """Raises ValueError where `run.patience` is set and `checkpoint.best` is no metric of evaluations, or there are no
+    evaluations between the steps."""
+    if not run.patience:
+        return
+    if not checkpoint.best.startswith("evaluation/"):
+        raise ValueError(
+            "run.patience: needs checkpoint.best, a metric of evaluations such as evaluation/accuracy (given: "
+            f"{checkpoint.best!r})"
+        )
+    if not run.evaluate_every:
+        raise ValueError("run.patience: needs evaluations between the steps, and run.evaluate_every is 0")
 
 
 def check_segments(run: RunTable, rollout: RolloutTable) -> None:

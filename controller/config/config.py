@@ -5,7 +5,7 @@ Every table is strict and typed. Impossible combinations are refused here, befor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from controller.config.algorithm import AlgorithmTable
 from controller.config.checkpoint import CheckpointTable
 from controller.config.data import DataTable
 from controller.config.placements import Placement
-from controller.config.rollout import RolloutTable
+from controller.config.rollout import EvaluationTable, RolloutTable
 from controller.config.run import RunTable
 from controller.config.tracking import TrackingTable
 from settings.rollout import RolloutServiceTable
@@ -128,6 +128,13 @@ class Config(Strict):
             for source in self.data.all_sources
         }
 
+    @property
+    def evaluations(self) -> dict[str, EvaluationTable]:
+        """Sampling of the responses to held-out prompts, by label of the source: `[rollout.evaluation]` with the values
+        of the source's own `evaluation`."""
+        table = self.rollout.evaluation
+        return {source.label: table.with_values(source.evaluation) for source in self.data.all_sources}
+
     def has_reward(self, reward: str) -> bool:
         """Returns whether there is a service of the algorithm's reward or cost `reward`; see `recipes`."""
         return any(part in self.services for recipe in self.recipes(reward).values() for part in recipe)
@@ -208,10 +215,12 @@ class Config(Strict):
         checks.check_correction(self.algorithm, self.rollout)
         checks.check_drift(self.algorithm, self.rollout)
         checks.check_generation(self.services, self.generators)
-        checks.check_sampling(self.rollout, self.services)
+        checks.check_evaluations(self.data, self.rollout)
+        checks.check_sampling(self.data, self.rollout, self.services)
         checks.check_truncation(self.algorithm, self.rollout)
         if self.run.epochs is None:
             checks.check_best(self.checkpoint, self.run)
+        checks.check_patience(self.checkpoint, self.run)
         checks.check_ahead(self.run, self.algorithm, self.rollout)
         checks.check_segments(self.run, self.rollout)
         checks.check_chunks(self.data, self.rollout)
@@ -239,7 +248,8 @@ def load(path: Path | str, settings: tuple[str, ...] = ()) -> Config:
 
 def with_settings(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str, Any]:
     """Sets values in the tables of a config as `override` does, in place, and returns them. A setting of one of two
-    keys that exclude each other (`EXCLUSIVE`) removes the other of the file, unless that is set too."""
+    keys that exclude each other (`EXCLUSIVE`) removes the other of the file, unless that is set too, and so does a
+    constant schedule of an optimizer its `total_steps`."""
     tables = override(tables, settings)
     given = {setting.partition("=")[0].strip() for setting in settings}
     for pair in EXCLUSIVE:
@@ -248,7 +258,20 @@ def with_settings(tables: dict[str, Any], settings: tuple[str, ...]) -> dict[str
             table = tables.get(name)
             if isinstance(table, dict) and key in given and other not in given:
                 table.pop(leaf, None)
+    services = tables.get("services")
+    for name, service in services.items() if isinstance(services, dict) else ():
+        _without_unread_steps(service, f"services.{name}.optimizer", given)
     return tables
+
+
+def _without_unread_steps(service: Any, key: str, given: Set[str]) -> None:
+    """Removes `total_steps` of the file, where a run has written the computed ones, from an optimizer whose schedule is
+    set to constant."""
+    optimizer = service.get("optimizer") if isinstance(service, dict) else None
+    if not isinstance(optimizer, dict) or f"{key}.total_steps" in given or optimizer.get("warmup_ratio"):
+        return
+    if f"{key}.schedule" in given and optimizer.get("schedule") == "constant":
+        optimizer.pop("total_steps", None)
 
 
 def as_config(given: AnyConfig) -> Config:

@@ -68,6 +68,11 @@ class SourceTable(Strict):
     """Rows to evaluate on. Not given: `heldout_rows` of `path`, or its split `heldout_split`, where it is a dataset."""
     heldout_rows: int = Field(default=0, ge=0)
     """Number of rows of `path` that are held out: not trained on, but evaluated on; a fixed random choice. 0: none."""
+    evaluated_rows: int = Field(default=0, ge=0)
+    """Maximum number of held-out rows that are evaluated; a fixed random choice of them. 0: all."""
+    evaluation: dict[str, JsonValue] = {}
+    """Keys of `[rollout.evaluation]` with another value for the held-out rows of this source, for example
+    `evaluation = { samples = 32, temperature = 0.6 }`."""
     name: str = ""
     """Name of the source in the rows' column `source`, and of its metrics. Empty: the path, or else `heldout`."""
     weight: float = Field(default=1.0, gt=0)
@@ -124,6 +129,8 @@ class DataTable(Strict):
     `heldout_split`, where it is a dataset."""
     heldout_rows: int = Field(default=0, ge=0)
     """Number of rows of `train` that are held out: not trained on, but evaluated on; a fixed random choice. 0: none."""
+    evaluated_rows: int = Field(default=0, ge=0)
+    """Maximum number of held-out rows that are evaluated; a fixed random choice of them. 0: all."""
     columns: dict[str, str] = {}
     """Names of the fields of `train` and `heldout` where they differ from this package's, for example
     `columns.prompt = "question"`."""
@@ -218,5 +225,5 @@ class DataTable(Strict):
         return self
 
 
-_OF_ROWS = ("heldout_rows", "columns", "split", "heldout_split", "subset")
+_OF_ROWS = ("heldout_rows", "evaluated_rows", "columns", "split", "heldout_split", "subset")
 """Keys of `DataTable` that describe its single source as those of `SourceTable` describe one of several."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -50,6 +51,11 @@ class EvaluationTable(Strict):
     def is_greedy(self) -> bool:
         """Whether each token is the most probable one."""
         return self.temperature == 0
+
+    def with_values(self, values: Mapping[str, Any]) -> EvaluationTable:
+        """Returns the table with other values of some keys, by name. Raises pydantic.ValidationError where they are
+        invalid."""
+        return EvaluationTable.model_validate({**self.model_dump(), **values}) if values else self
 
     @model_validator(mode="after")
     def _check(self) -> EvaluationTable:

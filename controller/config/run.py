@@ -41,6 +41,9 @@ class RunTable(Strict):
     evaluate_every: int = Field(default=10, ge=0)
     """Number of steps between evaluations on the held-out prompts. The run also evaluates before the first step and
     after the last. 0: only then."""
+    patience: int = Field(default=0, ge=0)
+    """Number of evaluations in a row without a better value of `checkpoint.best` after which the run ends, as after its
+    last step; with `ahead`, when the steps that have begun are done. 0: it has all of its steps."""
     evaluation_rows: Positive = 1024
     """Maximum number of rows in a batch of an evaluation, one for each response, with all responses to a held-out
     prompt in one batch; the rows of one batch are freed before the next."""

@@ -16,7 +16,7 @@ from controller.data.prompt_form import NoRenderer, NoTokenizer, PromptForm, Ren
 from controller.data.prompt_source import Prompt, PromptSource
 from controller.data.readers import RowReader, open_rows
 from controller.data.response_end import TemplateEnds
-from controller.data.splits import split_off
+from controller.data.splits import some_of, split_off
 from controller.data.text_files import Row
 from controller.data.turn_rows import TurnRows
 from controller.role_groups.dataflow import FutureBatch
@@ -174,7 +174,8 @@ def load_data(
     for number, source in enumerate(table.all_sources):
         prefix = f"data.sources.{number}." if table.sources else "data."
         rows, held_out = _open_source(source, prefix, f"{prefix}{'path' if table.sources else 'train'}")
-        for sources, part, scored_by in ((train, rows, of_training), (heldout, held_out, others)):
+        evaluated = some_of(held_out, source.evaluated_rows)
+        for sources, part, scored_by in ((train, rows, of_training), (heldout, evaluated, others)):
             if part is not None:
                 if table.turns == "all" and "response" in columns:
                     # After rows are held out, so that no turn of a held-out transcript is trained.

@@ -32,6 +32,14 @@ def split_off(rows: RowReader, count: int, key: str) -> tuple[RowReader, RowRead
     return _Remaining(rows, chosen), _Chosen(rows, chosen)
 
 
+def some_of(rows: RowReader, count: int) -> RowReader:
+    """Returns a reader of `count` of the rows, in the order of the source; the rows themselves where `count` is 0 or
+    there are no more. Which rows these are is a function of `count` and of the number of all rows."""
+    if not 0 < count < len(rows):
+        return rows
+    return _Chosen(rows, np.sort(shuffled(np.arange(count), len(rows), "evaluated")))
+
+
 class _Chosen:
     """Reader of rows of these numbers, ascending [n] int64."""
 

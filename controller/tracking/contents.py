@@ -13,7 +13,7 @@ from controller.tracking.metrics import METRICS_FILE
 from controller.tracking.run_directory import read_json
 from rlhf.errors import ConfigError
 
-CONFIG_FILES = ("config.toml", "config.json")
+CONFIG_FILE = "config.toml"
 SUMMARY_FILE = "summary.json"
 RUN_FILE = "run.json"
 """Name of the JSON file with the run's identity: algorithm, command line, platform. It is written before the first
@@ -57,15 +57,15 @@ class RunContents:
         """
         if not run_dir.is_dir():
             raise ConfigError(f"run directory {run_dir}: no such directory")
-        config = next((path for name in CONFIG_FILES if (path := run_dir / name).is_file()), None)
-        if figures is None and not config and not (run_dir / METRICS_FILE).is_file():
-            raise ConfigError(f"run directory {run_dir}: it has neither {METRICS_FILE} nor {CONFIG_FILES[0]}")
+        config = run_dir / CONFIG_FILE
+        if figures is None and not config.is_file() and not (run_dir / METRICS_FILE).is_file():
+            raise ConfigError(f"run directory {run_dir}: it has neither {METRICS_FILE} nor {CONFIG_FILE}")
         return RunContents(
             name=run_dir.resolve().name,
             figures=figures or Figures.read(run_dir),
             run=read_json(run_dir / RUN_FILE),
             summary=read_json(run_dir / SUMMARY_FILE),
-            config=config.read_text() if config else "",
+            config=config.read_text() if config.is_file() else "",
             is_running=is_running,
         )
 

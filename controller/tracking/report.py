@@ -13,8 +13,8 @@ REPORT_FILE = "report.html"
 
 
 def write_report(run_dir: Path, figures: Figures | None = None, *, is_running: bool = False) -> Path:
-    """Writes `report.html` from `metrics.jsonl`, `samples.jsonl`, `run.json`, `summary.json` and `config.toml` or
-    `config.json`; returns its path. A section whose file is missing is left out, so that an interrupted run has a
+    """Writes `report.html` from `metrics.jsonl`, `samples.jsonl`, `run.json`, `summary.json` and
+    `config.toml`; returns its path. A section whose file is missing is left out, so that an interrupted run has a
     report too.
 
     Args:

@@ -28,6 +28,7 @@ from controller.training.state import RunState
 from controller.training.step import Step
 from controller.training.step_metrics import StepMetrics
 from controller.training.verification import WeightVerifier
+from reports.units import counted
 from rlhf.errors import InvalidRequest, RlhfError
 
 
@@ -110,19 +111,24 @@ class StepLoop:
         self._evaluating: OpenStep | None = None
         self._thread = threading.get_ident()
         self._ended_s = 0.0
+        self._last = table.steps
 
     def steps(self, evaluation: Evaluation) -> Iterator[Step]:
         """Iterates over the steps after that of `state`; see `Run.steps`."""
         self._thread = threading.get_ident()
         self._evaluator.is_recorded = True
+        if self._evaluator.has_stalled:
+            self._last = self._state.step
         try:
             for number in range(self._state.step + 1, 1 if self._state.is_ended else self._table.steps + 1):
                 while len(self._open) > self._overlap(number):
                     self._end_oldest(evaluation)
+                if number > self._last:
+                    break
                 opened = self._begin(number, evaluation)
                 yield opened.step
                 self._passed(opened)
-                if opened.step.is_last:
+                if self._is_last(opened.step):
                     break
             while self._open:
                 self._end_oldest(evaluation)
@@ -261,8 +267,11 @@ class StepLoop:
         opened, self._evaluating = self._evaluating, None
         if opened is None:
             return
-        step, number, is_last = opened.step, opened.step.number, self._is_last(opened.step)
+        step, number = opened.step, opened.step.number
         metrics = opened.metrics | (results([opened.evaluated])[0] if opened.evaluated else {})
+        if self._evaluator.has_stalled:
+            self._end_after((self._open[-1] if self._open else opened).step.number)
+        is_last = self._is_last(step)
         self._cluster.end_step(step.context)
         self._verifier.after_step(number, is_last=is_last)
         self._recorder.step(number, metrics)
@@ -281,5 +290,14 @@ class StepLoop:
         if not opened.evaluated:
             self._ended_s = self._cluster.session.now()
 
+    def _end_after(self, number: int) -> None:
+        """Makes a step, the newest that has begun, the last of the run, for `run.patience`."""
+        if number < self._last:
+            self._last = number
+            self._recorder.progress.message(
+                f"run.patience: {counted(self._table.patience, 'evaluation')} in a row without a better value of "
+                f"checkpoint.best; the run ends after step {number}"
+            )
+
     def _is_last(self, step: Step) -> bool:
-        return step.is_last or step.number == self._table.steps
+        return step.is_last or step.number == self._last

@@ -10,12 +10,20 @@ import numpy as np
 
 from client.session import StepContext
 from controller.config.config import Config
+from controller.config.rollout import EvaluationTable
 from controller.role_groups.dataflow import FutureBatch
 from controller.role_groups.group import RoleGroup
 from controller.role_groups.roles import RewardGroup
 from controller.tracking.metrics import Sample
 from controller.training.columns import texts_of
-from controller.training.evaluation import ROW, Evaluation, Measured, mean_of_scored, row_scores
+from controller.training.evaluation import (
+    SHOWN,
+    Evaluation,
+    Measured,
+    mean_of_scored,
+    row_scores,
+    table_of,
+)
 from controller.training.rewards import Reward
 from controller.training.roles import Actor
 from nccl_transfer.refs.batch import LocalColumn
@@ -28,12 +36,12 @@ names."""
 
 @dataclass(frozen=True)
 class PolicyEvaluation:
-    """Measures the reward of responses, over all rows and over those of each source.
+    """Measures the reward of responses, the mean over prompts.
 
-    The mean is called accuracy where the services declare that the reward lies between 0 and 1, else reward. With
-    several responses to each prompt, pass_at_K is the share of prompts that K responses solve. Where
-    `algorithm.on_failed_reward` is drop_group, rows_dropped is the number of responses that a reward or cost did not
-    score.
+    It is called accuracy where the services declare that the reward lies between 0 and 1, else reward. With several
+    responses to each prompt, equally many for all sources, pass_at_K is the share of prompts that K responses solve.
+    Where `algorithm.on_failed_reward` is drop_group, rows_dropped is the number of responses that a reward or cost did
+    not score.
 
     Attributes:
         config: Configuration of the run.
@@ -52,11 +60,12 @@ class PolicyEvaluation:
     def evaluation(self) -> Evaluation:
         """Returns the `Evaluation` that generates and scores responses, and summarizes their rewards. Calls no service
         itself."""
-        return Evaluation(self._measure, self._summarize, self.config.rollout.evaluation.samples)
+        return Evaluation(self._measure, self._summarize, lambda table: table.samples)
 
     def _measure(self, prompts: FutureBatch) -> Measured:
-        rows = prompts.repeat(self.config.rollout.evaluation.samples)
-        shown = self._shown(rows)
+        samples = table_of(self.config, prompts).samples
+        rows = prompts.repeat(samples)
+        shown = samples * _shown(prompts)
         responses = self.actor.generate_for_eval(rows, return_text=True if len(shown) else None)
         scored = self.reward("reward").score_for_eval(rows | responses)
         others = {name: self.reward(name).score_for_eval(rows | responses) for name in self._other_rewards()}
@@ -69,18 +78,21 @@ class PolicyEvaluation:
 
     def _summarize(self, values: Mapping[str, np.ndarray]) -> dict[str, float]:
         services = {name: group.description for name, group in self.groups.items()}
-        recipes = self.config.recipes("reward")
-        shares = {source: is_share(weights, services) for source, weights in recipes.items()}
-        scores, sources = values[SCORES], values.get(SOURCES, np.empty(0, str))
-        measured = {_name(all(shares.values())): mean_of_scored(scores)} | self._pass_at_k(scores)
-        for source in dict.fromkeys(sources.tolist()):
-            found = scores[sources == source]
-            measured[f"{_name(shares[source])}_{source}"] = mean_of_scored(found)
-            measured |= {f"{name}_{source}": value for name, value in self._pass_at_k(found).items()}
+        recipes, evaluations = self.config.recipes("reward"), self.config.evaluations
+        sources = values[SOURCES].tolist() if SOURCES in values else []
+        labels = dict.fromkeys(sources or recipes)
+        samples = {source: evaluations[source].samples for source in labels}
+        # Each prompt counts once, however many responses its source has to one.
+        is_mixed = len(set(samples.values())) > 1
+        weights = np.asarray([1 / samples[source] for source in sources]) if is_mixed else None
+        is_accuracy = all(is_share(recipes[source], services) for source in labels)
+        measured = {"accuracy" if is_accuracy else "reward": mean_of_scored(values[SCORES], weights)}
+        if len({(evaluations[source].samples, evaluations[source].solved_at) for source in labels}) == 1:
+            measured |= _pass_at_k(values[SCORES], evaluations[next(iter(labels))])
         others = {name: each for name, each in values.items() if name not in (SCORES, SOURCES)}
-        measured |= {name: mean_of_scored(each) for name, each in others.items()}
+        measured |= {name: mean_of_scored(each, weights) for name, each in others.items()}
         if self.config.algorithm.on_failed_reward == "drop_group":
-            measured["rows_dropped"] = float(np.sum(np.isnan([scores, *others.values()]).any(axis=0)))
+            measured["rows_dropped"] = float(np.sum(np.isnan([values[SCORES], *others.values()]).any(axis=0)))
         return measured
 
     def _other_rewards(self) -> list[str]:
@@ -88,32 +100,29 @@ class PolicyEvaluation:
         rewards = [name for name, group in self.groups.items() if isinstance(group, RewardGroup)]
         return self.config.other_rewards(rewards)
 
-    def _pass_at_k(self, scores: np.ndarray) -> dict[str, float]:
-        """Returns pass_at_K of the scores of responses, those to one prompt side by side [rows], for each power of two
-        up to the number of responses to a prompt, and this number; nothing for one response."""
-        table = self.config.rollout.evaluation
-        if table.samples == 1:
-            return {}
-        scores_PS = scores.reshape(-1, table.samples)
-        solved, scored = np.sum(scores_PS >= table.solved_at, axis=1), np.sum(~np.isnan(scores_PS), axis=1)
-        powers = [2**power for power in range(table.samples.bit_length()) if 2**power < table.samples]
-        return {
-            f"pass_at_{k}": mean_of_scored(pass_at_k(solved, scored, k)) for k in (*powers, table.samples)
-        }
-
-    def _shown(self, rows: FutureBatch) -> np.ndarray:
-        """Returns the positions of the rows of a batch whose responses are shown [shown] int64: the first response to
-        each of the first `run.samples` evaluated rows."""
-        column = rows.result([ROW])[ROW]
-        assert isinstance(column, LocalColumn)
-        numbers = np.asarray(column.values)[:: self.config.rollout.evaluation.samples]
-        return self.config.rollout.evaluation.samples * np.flatnonzero(numbers < self.config.run.samples)
-
     def _write_samples(self, shown: FutureBatch, scores: np.ndarray) -> None:
         """Writes rows with columns prompt, response and ground_truth, and their scores [rows], as samples."""
         columns = [texts_of(shown, name) for name in ("prompt", "response", "ground_truth")]
         rows = zip(*columns, scores.tolist(), strict=True)
         self.write_samples(shown.step, [Sample(*row) for row in rows])
+
+
+def _shown(prompts: FutureBatch) -> np.ndarray:
+    """Returns the indices of the rows of a batch of which a response is shown [shown] int64."""
+    column = prompts.result([SHOWN])[SHOWN]
+    assert isinstance(column, LocalColumn)
+    return np.flatnonzero(np.asarray(column.values))
+
+
+def _pass_at_k(scores: np.ndarray, table: EvaluationTable) -> dict[str, float]:
+    """Returns pass_at_K of the scores of responses, those to one prompt side by side [rows], for each power of two up
+    to the number of responses to a prompt, and this number; nothing for one response."""
+    if table.samples == 1:
+        return {}
+    scores_PS = scores.reshape(-1, table.samples)
+    solved, scored = np.sum(scores_PS >= table.solved_at, axis=1), np.sum(~np.isnan(scores_PS), axis=1)
+    powers = [2**power for power in range(table.samples.bit_length()) if 2**power < table.samples]
+    return {f"pass_at_{k}": mean_of_scored(pass_at_k(solved, scored, k)) for k in (*powers, table.samples)}
 
 
 def pass_at_k(solved: np.ndarray, scored: np.ndarray, k: int) -> np.ndarray:
@@ -149,7 +158,3 @@ def is_share(weights: Mapping[str, float], services: Mapping[str, worker_pb2.Des
         scores = services[name].score_range
         ends.append(sorted((weight * scores.lowest, weight * scores.highest)))
     return sum(low for low, _ in ends) >= 0 and sum(high for _, high in ends) <= 1
-
-
-def _name(is_accuracy: bool) -> str:
-    return "accuracy" if is_accuracy else "reward"

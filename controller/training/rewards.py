@@ -6,7 +6,7 @@ Rows that could not be scored stop the run, are sent again, or are dropped with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -72,6 +72,8 @@ class Reward:
         recipes: Weight of each service by name, for each source of rows by its label.
         failures: Settings of what is done with rows that could not be scored.
         step_of: Function that returns the step of a batch; that step's metrics count the rows sent again or dropped.
+        trained: Labels of the sources with rows to train on; the recipes of others have no part in batches of such
+            rows. Default: all.
     """
 
     def __init__(
@@ -81,10 +83,12 @@ class Reward:
         recipes: Mapping[str, Recipe],
         failures: Failures,
         step_of: Callable[[FutureBatch], StepContext],
+        trained: Collection[str] = (),
     ) -> None:
         self._name = name
         self._groups = groups
         self._recipes = recipes
+        self._trained = {source: recipes[source] for source in trained or recipes}
         self._failures = failures
         self._step_of = step_of
 
@@ -143,31 +147,22 @@ class Reward:
             columns = FutureBatch.of(rewards=column_of(settled.verdicts, self._name), **parts_of).columns
             return FutureBatch(batch.rows, columns, settled.calls, batch.step)
         batch = with_groups(batch)
-        parts = self._parts(batch)
+        recipes = self._recipes_of(batch)
+        parts, composed = self._parts(batch, recipes), _composed(recipes)
         made = [part.group.compute_reward(_rows_of(batch, part.rows)) for part in parts]
-        if not self._composed and len(parts) == 1 and np.all(parts[0].weights == 1):
+        if not composed and len(parts) == 1 and np.all(parts[0].weights == 1):
             return made[0]
         scores = [each["rewards"] for each in made]
-        if len(self._recipes) == 1:
+        if all(len(part.rows) == batch.rows and np.ptp(part.weights) == 0 for part in parts):
             # All services score all rows, each with one weight, so that a chunk is combined as the whole is.
             rewards = made_of(scores, partial(self._combined, parts))
         else:
             rewards = then(all_of(scores), partial(self._combined, parts, rows=batch.rows))
         calls = tuple(call for each in made for call in each.calls)
         columns = {"rewards": rewards}
-        for service in self._composed:
+        for service in composed:
             columns[f"rewards/{service}"] = self._part_scores(service, batch.rows, parts, made)
         return FutureBatch(batch.rows, columns, calls, batch.step)
-
-    @property
-    def _composed(self) -> list[str]:
-        """Names of the services of all sources, where the reward of any source is composed of several; else empty."""
-        is_composed = any(len(recipe) > 1 for recipe in self._recipes.values())
-        return (
-            list(dict.fromkeys(name for recipe in self._recipes.values() for name in recipe))
-            if is_composed
-            else []
-        )
 
     @staticmethod
     def _part_scores(
@@ -191,13 +186,20 @@ class Reward:
         columns = FutureBatch.of(rewards=column_of(verdicts, self._name)).columns
         return FutureBatch(batch.rows, columns, settled.calls, batch.step)
 
-    def _parts(self, batch: FutureBatch) -> list[WeightedRows]:
+    def _recipes_of(self, batch: FutureBatch) -> Mapping[str, Recipe]:
+        """Returns the recipes of rows by source: of all sources to train on, whichever a step has drawn rows of, or of
+        all where a row is of another."""
+        if len(self._trained) == len(self._recipes) or self._trained.keys() >= set(_texts(batch, "source")):
+            return self._trained
+        return self._recipes
+
+    def _parts(self, batch: FutureBatch, of_source: Mapping[str, Recipe]) -> list[WeightedRows]:
         """Returns for each service the rows that it scores, with their weights, by the source of each row."""
-        recipes = list(self._recipes.values())
+        recipes = list(of_source.values())
         if len(recipes) == 1:
             recipe_of = np.zeros(batch.rows, np.int64)
         else:
-            number = {source: i for i, source in enumerate(self._recipes)}
+            number = {source: i for i, source in enumerate(of_source)}
             recipe_of = np.asarray([number[source] for source in _texts(batch, "source")])
         services = list(dict.fromkeys(service for recipe in recipes for service in recipe))
         parts = []
@@ -223,11 +225,12 @@ class Reward:
         failed rows again, up to `retries` times; to a service that scores groups, with all rows of their groups. Rows
         that still fail are in `causes` of the result; they raise no error."""
         batch = with_groups(batch)
-        parts = self._parts(batch)
+        recipes = self._recipes_of(batch)
+        parts = self._parts(batch, recipes)
         # All services are called before the first is waited for.
         tried = [part.group.try_reward(_rows_of(batch, part.rows)) for part in parts]
         totals: list[Verdict | None] = [None] * batch.rows
-        scores = {service: np.full(batch.rows, np.nan) for service in self._composed}
+        scores = {service: np.full(batch.rows, np.nan) for service in _composed(recipes)}
         causes: dict[int, str] = {}
         calls: list[Future[CallRecord]] = []
         for part, first in zip(parts, tried, strict=True):
@@ -254,6 +257,14 @@ class Reward:
             again = Settled.of(part.group.try_reward(batch.take(part.rows[failed])))
             settled = settled.replaced(failed, again)
         return settled
+
+
+def _composed(recipes: Mapping[str, Recipe]) -> list[str]:
+    """Returns the names of the services of all sources, where the reward of any source is composed of several; else
+    none."""
+    if all(len(recipe) == 1 for recipe in recipes.values()):
+        return []
+    return list(dict.fromkeys(name for recipe in recipes.values() for name in recipe))
 
 
 def _spread_column(rows: int, numbers: np.ndarray, column: Column) -> Column:

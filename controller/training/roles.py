@@ -23,6 +23,7 @@ from controller.role_groups.roles import (
 )
 from controller.role_groups.weights import sync_weights
 from controller.training.episodes import EpisodePlayer, rows_that_ended
+from controller.training.evaluation import table_of
 from controller.training.losses import policy_loss, value_loss
 from controller.training.parity import DriftCheck
 from controller.training.scoring import groups_of
@@ -87,9 +88,10 @@ class Rollout:
         return self._generate(prompts, sampling, return_text, rollout.segments)
 
     def generate_for_eval(self, prompts: FutureBatch, *, return_text: bool | None = None) -> FutureBatch:
-        """Generates one response to each row of column prompt as `rollout.evaluation` says, with weights of one
-        version; else as `generate_sequences`."""
-        table = self._config.rollout.evaluation
+        """Generates one response to each row of column prompt as `rollout.evaluation` says, and the `evaluation` of the
+        rows' source, with weights of one version; else as `generate_sequences`. The rows are some of a batch of an
+        evaluation, or repeated ones."""
+        table = table_of(self._config, prompts)
         return self._generate(prompts, self._sampling(table, greedy=table.is_greedy), return_text)
 
     def _sampling(self, table: RolloutTable | EvaluationTable, *, greedy: bool) -> actor_pb2.Sampling:

@@ -90,7 +90,7 @@ class Run:
         self._feed = Feed(config, data[0], pretrain, limits)
         self.loader = self._feed.loader
         self._metrics = StepMetrics(cluster)
-        self._evaluator = Evaluator(data[1], limits[0], config.run.evaluation_rows, cluster, recorder)
+        self._evaluator = Evaluator(config, data[1], limits[0], cluster, recorder)
         self._state = RunState(self._feed, self._metrics, self._evaluator)
         if resumed is not None:
             self._state.restore(resumed)
@@ -158,9 +158,9 @@ class Run:
         in `[rewards]`. Raises ConfigError where the run has no such service, or its role is another."""
         recipes = self.config.recipes(name)
         parts = {part: self.group(part, RewardGroup) for recipe in recipes.values() for part in recipe}
-        table = self.config.algorithm
+        table, sources = self.config.algorithm, self.config.data.trained_sources
         failures = Failures(table.on_failed_reward, table.reward_retries)
-        return Reward(name, parts, recipes, failures, self.step_of)
+        return Reward(name, parts, recipes, failures, self.step_of, [each.label for each in sources])
 
     def reward_model(self, name: str = "reward") -> RewardModel:
         """Returns a `RewardModel` that calls service `name`, which must be a reward that learns. Raises ConfigError

@@ -23,7 +23,7 @@ from deploy.quickstart import Recipe
 from deploy.quickstart.build import EOS, build, make_tokenizer
 from integration.harness import Processes, Service, free_ports, jagged, take_rows, write_config
 from nccl_transfer.refs.batch import Batch
-from rlhf.errors import InvalidRequest
+from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import actor_pb2
 from services.models.sequence_scorer import SequenceScorer
 
@@ -184,6 +184,48 @@ def test_a_run_of_sft_lowers_the_heldout_loss(up: Up) -> None:
     assert summary["loss_after"] < summary["loss_before"]
     assert [line["step"] for line in read_metrics(path)] == [0, 1, 2, 3, 4]
     AutoModelForCausalLM.from_pretrained(path / "actor")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name"), [("sft", "loss"), ("dpo", "margin"), ("reward_model", "margin")]
+)
+def test_each_source_has_held_out_metrics_of_its_own(
+    up: Up, tmp_path: Path, algorithm: str, name: str
+) -> None:
+    """They are those of a run whose held-out rows are of this source alone."""
+    rows = up.config.data.train.read_text().splitlines(keepends=True)
+    sources = {"first": rows[:2], "second": rows[2:]}
+    paths = {source: tmp_path / f"{source}.jsonl" for source in sources}
+    for source, path in paths.items():
+        path.write_text("".join(sources[source]))
+
+    def measured(data: dict[str, Any]) -> Mapping[str, Any]:
+        tables = up.config.model_dump(exclude_unset=True)
+        tables |= {"data": data | {"prompts_per_step": 4}, "algorithm": {"mini_batch_size": 4}}
+        tables["run"] |= {"steps": 1}
+        return job.run(Config.model_validate(tables), algorithm).summary
+
+    found = measured(
+        {"sources": [{"name": each, "path": path, "heldout": path} for each, path in paths.items()]}
+    )
+    assert f"{name}_before" in found
+    for source, path in paths.items():
+        alone = measured({"train": path, "heldout": path})
+        assert found[f"{name}_{source}_before"] == pytest.approx(alone[f"{name}_before"], abs=1e-5)
+
+
+def test_a_run_without_a_better_evaluation_ends_early_and_goes_on_with_more_patience(up: Up) -> None:
+    """The loss falls, and so is never better where the highest one is."""
+    tables = up.config.model_dump(exclude_unset=True)
+    tables["run"] |= {"steps": 9, "evaluate_every": 1, "patience": 2}
+    tables["checkpoint"] = {"every": 2, "best": "evaluation/loss", "best_is": "highest"}
+    done = job.run(Config.model_validate(tables), "sft")
+    assert done.summary["steps"] == 2
+    assert [line["step"] for line in read_metrics(done.directory)] == [0, 1, 2]
+    AutoModelForCausalLM.from_pretrained(done.directory / "actor")
+    with pytest.raises(ConfigError, match=r"run\.patience, 2, has ended the run after step 2"):
+        job.resume(done.directory)
+    assert job.resume(done.directory, settings=("run.patience=4",)).summary["steps"] == 4
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])

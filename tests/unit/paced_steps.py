@@ -363,7 +363,7 @@ class PacedRun:
             SimpleNamespace(calls=lambda *given: None, step=lambda *given: None, metric_names=()),
             feed,
             SimpleNamespace(of=lambda *given: {}, sources={}),
-            SimpleNamespace(evaluate=self._evaluate),
+            SimpleNamespace(evaluate=self._evaluate, has_stalled=False),
             SimpleNamespace(after_step=lambda *given, **named: None, verify=lambda: None),
             SimpleNamespace(
                 step=0,

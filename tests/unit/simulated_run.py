@@ -301,6 +301,8 @@ class Notes:
         self.records: list[tuple[int, Any]] = []
         self.samples_of: list[tuple[int, Any]] = []
         self.rollouts_of: dict[int, Any] = {}
+        self.said: list[str] = []
+        self.progress = SimpleNamespace(message=self.said.append)
         self.path = Path()
 
     @property

@@ -664,7 +664,9 @@ class TestFacts:
             ("run.steps", 100),
             ("run.epochs", 3),
             ("run.evaluate_every", 3),
+            ("run.patience", 3),
             ("rollout.evaluation.temperature", 0.5),
+            ("data.evaluated_rows", 100),
             ("checkpoint.keep", 5),
             ("services.actor.address", "127.0.0.1:9999"),
             ("services.actor.pool", "first"),
@@ -750,6 +752,11 @@ class TestFacts:
         before = changed(tables, "data.sources", sources)
         moved = [{**sources[0], "path": "/c/a.jsonl", "heldout": "/c/b.jsonl"}, {"path": "/c/set"}]
         check_config(before, changed(tables, "data.sources", moved), elsewhere=False)
+        sampled = [
+            {**moved[0], "evaluation": {"samples": 32, "temperature": 0.6}, "evaluated_rows": 9},
+            moved[1],
+        ]
+        check_config(before, changed(tables, "data.sources", sampled), elsewhere=False)
         heavier = [{**moved[0], "weight": 2.0}, moved[1]]
         with pytest.raises(ConfigError, match=r"^data.sources.0.weight was 1.0 .* and is 2.0 now"):
             check_config(before, changed(tables, "data.sources", heavier), elsewhere=False)

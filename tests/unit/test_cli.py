@@ -264,6 +264,26 @@ def test_a_dry_run_refuses_an_environment_that_cannot_be_imported(settings: tupl
         cli._show(algorithms.find_algorithm("ppo"), load(QUICKSTART, settings), launch=False, has_data=True)
 
 
+def test_a_dry_run_refuses_a_reward_that_it_would_start_and_whose_function_cannot_be_imported(
+    settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    settings = (*settings, "services.reward.function='nowhere:score'")
+    settings += tuple(
+        f"services.{name}.model='{tmp_path}/model'" for name in ("actor", "critic", "reference")
+    )
+
+    def show(*further: str, launch: bool) -> None:
+        config = load(QUICKSTART, (*settings, *further))
+        cli._show(algorithms.find_algorithm("ppo"), config, launch=launch, has_data=True)
+
+    with pytest.raises(ConfigError, match=r"^services\.reward\.function: 'nowhere:score' cannot be imported"):
+        show(launch=True)
+    show(launch=False)
+    show("services.reward.external=true", launch=True)
+
+
 def test_a_dry_run_names_a_model_that_this_host_does_not_have(
     settings: tuple[str, ...],
     tmp_path: Path,

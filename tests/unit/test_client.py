@@ -21,14 +21,15 @@ from rlhf.v1 import common_pb2, worker_pb2
 DISPATCH = SERVICES["worker"]["Dispatch"]
 SYNCHRONIZE = SERVICES["worker"]["Synchronize"]
 SOON_S = 10.0
+SERIALIZED = worker_pb2.DispatchResponse.SerializeToString
 
 Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]
 
 
 @contextlib.asynccontextmanager
-async def rank(handler: Handler) -> AsyncIterator[RankClient]:
+async def rank(handler: Handler, written: Callable[[Any], bytes] = SERIALIZED) -> AsyncIterator[RankClient]:
     """A client of a server whose Dispatch is the handler."""
-    async with serving(handler) as address:
+    async with serving(handler, written) as address:
         made = RankClient("actor", 3, address, session="run")
         try:
             yield made
@@ -37,12 +38,10 @@ async def rank(handler: Handler) -> AsyncIterator[RankClient]:
 
 
 @contextlib.asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[str]:
-    """Address of a server whose Dispatch is the handler."""
+async def serving(handler: Handler, written: Callable[[Any], bytes] = SERIALIZED) -> AsyncIterator[str]:
+    """Address of a server whose Dispatch is the handler, and whose messages are serialized by `written`."""
     server = grpc.aio.server()
-    method = grpc.stream_stream_rpc_method_handler(
-        handler, worker_pb2.DispatchRequest.FromString, worker_pb2.DispatchResponse.SerializeToString
-    )
+    method = grpc.stream_stream_rpc_method_handler(handler, worker_pb2.DispatchRequest.FromString, written)
     table = {DISPATCH.name: method}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(DISPATCH.service, table),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -288,6 +287,26 @@ def test_an_answer_that_cannot_be_read_fails_all_that_wait_on_the_stream() -> No
                 assert "Synchronize: the answer cannot be read" in str(error)
 
     run(main())
+
+
+def test_a_message_of_the_stream_that_cannot_be_read_is_an_error_of_the_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """gRPC does not log it with a traceback, and the call is not taken for one whose connection broke."""
+
+    async def handler(_: Any, context: Any) -> None:
+        await read_call(context)
+        await context.write(b"\xff")
+        await context.read()
+
+    async def main() -> None:
+        async with rank(handler, lambda message: message) as made:
+            with pytest.raises(RlhfError, match="Synchronize: the answer cannot be read") as raised:
+                await start(made)
+            assert raised.value.called == "actor"
+
+    run(main())
+    assert not caplog.records
 
 
 def test_an_answer_of_a_unary_call_or_a_watch_that_cannot_be_read_is_an_error_of_the_rank() -> None:

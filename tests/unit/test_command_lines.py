@@ -168,6 +168,20 @@ def test_a_path_in_a_loop_of_links_is_refused_in_a_line(
     assert ran.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["up", "logs"])
+def test_the_directory_of_logs_in_a_loop_of_links_is_refused_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("deploy.supervisor.preflight.check", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to("again")
+    (tmp_path / "again").symlink_to("runs")
+    ran = CliRunner().invoke(deploy, [command, str(QUICKSTART)])
+    assert ran.exit_code in (1, USAGE_ERROR), ran.output
+    assert ran.stderr.startswith("error: ")
+    assert ran.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", [("evaluate",), ("export", "--out", "model")], ids=lambda words: words[0])
 def test_a_checkpoint_in_a_loop_of_links_is_refused_in_a_line(
     tmp_path: Path, command: tuple[str, ...]

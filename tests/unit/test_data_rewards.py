@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 
 from client.session import StepContext
 from controller.config.config import Config
+from controller.role_groups.chunks import ChunkedColumn
 from controller.role_groups.dataflow import FutureBatch
-from controller.role_groups.futures import all_of, then
+from controller.role_groups.futures import Promise, all_of, then
 from controller.training.rewards import Failures, Reward
 from controller.training.scoring import rows_to_keep
-from nccl_transfer.refs.batch import LocalColumn
+from nccl_transfer.refs.batch import LocalColumn, concat_columns
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import RewardFailed
 
@@ -67,9 +69,14 @@ def column_of(batch: FutureBatch, name: str) -> Any:
     return column
 
 
-def reward_of(groups: dict[str, Group], recipes: dict[str, dict[str, float]], policy: str = "stop") -> Reward:
+def reward_of(
+    groups: dict[str, Group],
+    recipes: dict[str, dict[str, float]],
+    policy: str = "stop",
+    trained: tuple[str, ...] = (),
+) -> Reward:
     made: Any = groups
-    return Reward("reward", made, recipes, Failures(policy, retries=2), lambda _: STEP)
+    return Reward("reward", made, recipes, Failures(policy, retries=2), lambda _: STEP, trained)
 
 
 def rewards(batch: FutureBatch, name: str = "rewards") -> list[float]:
@@ -106,6 +113,44 @@ def test_a_step_of_one_source_has_the_columns_of_every_service_of_the_mixture(po
     assert rewards(scored) == rewards(scored, "rewards/exact") == [2, 2, 5, 1]
     for service in ("math", "length"):
         np.testing.assert_equal(rewards(scored, f"rewards/{service}"), [np.nan] * 4)
+
+
+@pytest.mark.parametrize("policy", ["stop", "retry", "drop_group"])
+def test_the_reward_of_a_source_that_is_only_evaluated_on_has_no_part_in_a_step(policy: str) -> None:
+    groups = {"math": Group(DIGITS), "length": Group(LENGTH), "bench": Group(LENGTH)}
+    recipes = {"x": {"math": 1.0, "length": 0.5}, "contest": {"bench": 2.0}}
+    reward = reward_of(groups, recipes, policy, trained=("x",))
+    scored = reward.score(FutureBatch.of(response=ROWS, source=["x"] * 4))
+    assert rewards(scored) == [1, 2, 4.5, 1.5]
+    assert {name for name in scored.columns if "/" in name} == {"rewards/math", "rewards/length"}
+    mixed = reward.score_for_eval(FutureBatch.of(response=ROWS, source=["x", "x", "contest", "contest"]))
+    assert rewards(mixed) == [1, 2, 10, 2]
+
+
+def test_it_does_not_make_a_step_wait_for_all_chunks_of_its_rows() -> None:
+    def chunked() -> tuple[ChunkedColumn, list[Promise[Any]]]:
+        chunks: list[Promise[Any]] = [Promise(), Promise()]
+        return ChunkedColumn(then(all_of(chunks), concat_columns), chunks, [1, 3]), chunks
+
+    (one, first), (other, second) = chunked(), chunked()
+    columns = {"math": one, "length": other}
+    groups: Any = {
+        name: SimpleNamespace(
+            compute_reward=lambda batch, made=made: FutureBatch(batch.rows, {"rewards": made})
+        )
+        for name, made in columns.items()
+    }
+    recipes = {"x": {"math": 1.0, "length": 0.5}, "contest": {"bench": 2.0}}
+    reward = reward_of(groups, recipes, trained=("x",))
+    made = reward.compute_reward(FutureBatch.of(response=ROWS, source=["x"] * 4))["rewards"]
+    assert isinstance(made, ChunkedColumn)
+    for chunks in (first, second):
+        chunks[0].set_result(LocalColumn(np.array([2.0])))
+    assert made.chunks[0].result(timeout=5).values.tolist() == [3.0]  # type: ignore[union-attr]
+    assert not made.done()
+    for chunks in (first, second):
+        chunks[1].set_result(LocalColumn(np.array([4.0, 6.0, 8.0])))
+    assert made.result(timeout=5).values.tolist() == [3, 6, 9, 12]  # type: ignore[union-attr]
 
 
 def test_rows_go_to_the_reward_of_their_source_and_come_back_in_order() -> None:

@@ -21,6 +21,8 @@ from controller.algorithms.sft import mean_loss
 from controller.checkpoints.journal import FORMAT
 from controller.checkpoints.store import CheckpointStore
 from controller.config.config import Config, load
+from controller.config.rollout import EvaluationTable
+from controller.data.prompts import load_data
 from controller.evaluate import evaluate
 from controller.plan import Plan
 from controller.role_groups.dataflow import FutureBatch
@@ -28,7 +30,7 @@ from controller.training.evaluation import Evaluation, Measured, batches
 from controller.training.policy_evaluation import SCORES, SOURCES, PolicyEvaluation, is_share, pass_at_k
 from controller.training.run import Run
 from controller.training.scoring import groups_of
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.v1 import worker_pb2
 
 QUICKSTARTS = Path(__file__).parents[2] / "deploy" / "quickstart"
@@ -114,12 +116,29 @@ def test_each_source_has_its_own_share_of_solved_prompts() -> None:
         QUICKSTARTS / "quickstart.toml",
         ("data.train=''", "data.heldout=''", sources, *(f"rollout.evaluation.{each}" for each in settings)),
     )
-    scores = np.array([0.5, 0, 0, 1, 1, 0, 0, 0, 0])
-    found = summarized(config, {SCORES: scores, SOURCES: np.repeat(["easy", "easy", "hard"], 3)})
-    assert found["accuracy_easy"] == pytest.approx(2.5 / 6)
-    assert found["pass_at_1_easy"] == pytest.approx(1 / 2)
-    assert found["pass_at_2_easy"] == pytest.approx((2 / 3 + 1) / 2)
-    assert [found[f"pass_at_3{end}"] for end in ("", "_easy", "_hard")] == [pytest.approx(2 / 3), 1, 0]
+    scores, sources = np.array([0.5, 0, 0, 1, 1, 0, 0, 0, 0]), np.repeat(["easy", "easy", "hard"], 3)
+    easy = summarized(config, {SCORES: scores[:6], SOURCES: sources[:6]})
+    assert easy["accuracy"] == pytest.approx(2.5 / 6)
+    assert easy["pass_at_1"] == pytest.approx(1 / 2)
+    assert easy["pass_at_2"] == pytest.approx((2 / 3 + 1) / 2)
+    hard = summarized(config, {SCORES: scores[6:], SOURCES: sources[6:]})
+    both = summarized(config, {SCORES: scores, SOURCES: sources})
+    assert [each["pass_at_3"] for each in (both, easy, hard)] == [pytest.approx(2 / 3), 1, 0]
+
+
+def test_each_prompt_counts_once_however_many_responses_its_source_has(tmp_path: Path) -> None:
+    config = load(
+        QUICKSTARTS / "quickstart.toml", two_sources(tmp_path, "evaluation={samples=4,temperature=1}")
+    )
+    scores = np.array([0, 1, 1, 1, 1, 1.0, 0, 0])
+    values = {SCORES: scores, SOURCES: np.array(["math", "math", "math", "math", *["aime"] * 4])}
+    assert summarized(config, values) == {"accuracy": pytest.approx((0 + 1 + 1 + 1 + 1 / 2) / 5)}
+    assert summarized(config, {name: each[4:] for name, each in values.items()}) == {
+        "accuracy": 0.5,
+        "pass_at_1": 0.5,
+        "pass_at_2": pytest.approx(5 / 6),
+        "pass_at_4": 1.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -147,6 +166,120 @@ def test_the_temperature_is_one_that_the_engine_samples_at() -> None:
         load(QUICKSTARTS / "quickstart.toml", settings)
 
 
+def two_sources(directory: Path, of_aime: str = "", of_math: str = "", aime: int = 2) -> tuple[str, ...]:
+    """Settings of two sources with twelve rows, math, and rows to evaluate on alone, aime, and keys of their own."""
+    lines = (f'{{"prompt": "aime {row}", "ground_truth": "x", "response": "y"}}\n' for row in range(aime))
+    (directory / "aime.jsonl").write_text("".join(lines))
+    math_, aime_ = (f",{keys}" if keys else "" for keys in (of_math, of_aime))
+    sources = (
+        f"data.sources=[{{name='math',path='{directory}/train.jsonl',heldout='{directory}/heldout.jsonl'{math_}}},"
+        f"{{name='aime',heldout='{directory}/aime.jsonl'{aime_}}}]"
+    )
+    return "data.train=''", "data.heldout=''", sources
+
+
+def test_what_an_algorithm_measures_itself_is_there_for_each_source(tmp_path: Path) -> None:
+    """A number of each row, and three of each row; rows of two sources are in one batch."""
+
+    def measured(run: Run) -> None:
+        def measure(heldout: FutureBatch) -> Measured:
+            made = run.actor().generate_sequences(heldout, greedy=True)
+            texts = heldout.result(["prompt"])["prompt"].texts  # type: ignore[union-attr]
+            is_aime = np.array([text.startswith("aime") for text in texts], float)
+            return {"aime": is_aime, "thrice": np.repeat(is_aime, 3)}, [made]
+
+        def summarize(values: Any) -> dict[str, float]:
+            return {
+                "rows": len(values["aime"]),
+                "share": values["aime"].mean(),
+                "of": values["thrice"].mean(),
+            }
+
+        for step in run.steps(Evaluation(measure, summarize)):
+            step.finish(step.prompts | run.actor().generate_sequences(step.prompts))
+
+    table = ("run.steps=2", "run.evaluation_rows=8", *two_sources(tmp_path))
+    run = simulate(tmp_path, "grpo", *table, algorithm=measured)
+    found = {name: value for name, value in run.notes.metrics[2].items() if name.startswith("evaluation/")}
+    assert found == {
+        **{"evaluation/rows": 14.0, "evaluation/share": 2 / 14, "evaluation/of": 2 / 14},
+        **{"evaluation/rows_math": 12.0, "evaluation/share_math": 0.0, "evaluation/of_math": 0.0},
+        **{"evaluation/rows_aime": 2.0, "evaluation/share_aime": 1.0, "evaluation/of_aime": 1.0},
+    }
+
+
+def test_numbers_that_belong_to_no_row_are_refused_where_there_are_several_sources(tmp_path: Path) -> None:
+    def measured(run: Run) -> None:
+        def measure(heldout: FutureBatch) -> Measured:
+            return {"x": np.zeros(heldout.rows + 1)}, []
+
+        run.evaluate(Evaluation(measure, lambda values: {}))
+
+    with pytest.raises(InvalidRequest, match="15 numbers 'x' of 14 held-out rows"):
+        simulate(tmp_path, "grpo", *two_sources(tmp_path), algorithm=measured)
+
+
+def test_a_source_has_sampling_of_its_own(tmp_path: Path) -> None:
+    """Greedy responses to the rows of one, and three sampled ones to each of the other, in batches of eight rows."""
+    own = "evaluation={samples=3,temperature=0.6,top_p=0.95,solved_at=0.5}"
+    table = ("run.steps=2", "run.evaluation_rows=8")
+    run = simulate(tmp_path, "grpo", *table, *two_sources(tmp_path, own, aime=3))
+    made = [each.rows for each in run.log if (each.method, each.step) == ("generate_sequences", 2)][1:]
+    assert [len(rows) for rows in made] == [8, 4, 6, 3]
+    assert all(len(set(rows)) == len(rows) for rows in made[2:])
+    found = {name.removeprefix("evaluation/") for name in run.notes.metrics[2] if "evaluation/" in name}
+    sampled = {f"pass_at_{k}_aime" for k in (1, 2, 3)}
+    assert found == {"reward", "reward_math", "reward_aime", *sampled}
+    alone = simulate(tmp_path, "grpo", *table, *two_sources(tmp_path, aime=3))
+    assert run.states() == alone.states()
+    for name in ("reward_math", "score/mean"):
+        key = name if "/" in name else f"evaluation/{name}"
+        assert run.notes.metrics[2][key] == alone.notes.metrics[2][key]
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ("{samples=2}", r"data\.sources\.1\.evaluation\.temperature: 0 takes the most probable token"),
+        (
+            "{temperatur=1}",
+            r"data\.sources\.1\.evaluation\.temperatur: unknown key; did you mean 'temperature'",
+        ),
+        ("{samples=0}", r"data\.sources\.1\.evaluation\.samples: must be at least 1"),
+    ],
+)
+def test_sampling_of_a_source_that_cannot_be_is_refused(own: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(QUICKSTARTS / "quickstart.toml", two_sources(tmp_path, f"evaluation={own}"))
+
+
+def test_at_most_as_many_rows_of_a_source_are_evaluated(tmp_path: Path) -> None:
+    rows = "".join(f'{{"prompt": "{row}", "ground_truth": "x"}}\n' for row in range(12))
+    for name in ("train", "heldout"):
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    settings = two_sources(tmp_path, "evaluated_rows=5", "evaluated_rows=3")
+    config = load(QUICKSTARTS / "quickstart.toml", settings)
+    train, heldout = load_data(config)
+    assert (train.sizes, heldout.sizes) == ((12,), (3, 2))
+    chosen = [int(heldout[row].text) for row in range(3)]
+    assert chosen == sorted(set(chosen)) != [0, 1, 2]
+    whole = load_data(load(QUICKSTARTS / "quickstart.toml", two_sources(tmp_path)))[1]
+    assert (heldout.fingerprints(), whole.sizes) == (whole.fingerprints(), (12, 2))
+    one = (
+        f"data.train='{tmp_path}/train.jsonl'",
+        f"data.heldout='{tmp_path}/heldout.jsonl'",
+        "data.evaluated_rows=3",
+    )
+    _, alone = load_data(load(QUICKSTARTS / "quickstart.toml", one))
+    assert [int(alone[row].text) for row in range(len(alone))] == chosen
+
+
+def test_samples_are_of_every_source_in_turn(tmp_path: Path) -> None:
+    run = simulate(tmp_path, "grpo", "run.steps=1", "run.samples=5", *two_sources(tmp_path))
+    shown = [sample.prompt for step, rows in run.notes.samples_of for sample in rows if step == 0]
+    assert shown == ["heldout 0", "heldout 1", "heldout 2", "aime 0", "aime 1"]
+
+
 def test_held_out_prompts_are_sampled_in_batches_of_whole_prompts(tmp_path: Path) -> None:
     """Twelve prompts with three responses each in batches of at most eight; the first response to each of the first
     three prompts is shown."""
@@ -160,9 +293,9 @@ def test_held_out_prompts_are_sampled_in_batches_of_whole_prompts(tmp_path: Path
 
 
 def test_the_responses_to_a_held_out_prompt_are_a_group_for_rewards() -> None:
-    data: Any = SimpleNamespace(batch=lambda rows: FutureBatch.of(length=rows))
-    found = [groups_of(batch.repeat(2)).tolist() for batch in batches(data, np.array([4, 5, 9]), 2)]
-    assert found == [[0, 0, 1, 1], [2, 2]]
+    data: Any = SimpleNamespace(sizes=(10,), batch=lambda rows: FutureBatch.of(length=rows))
+    made = batches(data, np.array([4, 5, 9]), [EvaluationTable()], lambda table: 2)
+    assert [groups_of(batch.repeat(2)).tolist() for batch in made] == [[0, 0, 1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -184,6 +317,20 @@ def test_an_evaluation_of_distill_has_as_many_responses_in_a_batch(tmp_path: Pat
     assert {"evaluation/pass_at_1", "evaluation/pass_at_3", "evaluation/reverse_kl"} <= run.notes.metrics[
         0
     ].keys()
+
+
+def test_distill_measures_each_source_whatever_the_number_of_its_responses(tmp_path: Path) -> None:
+    own = "evaluation={samples=3,temperature=0.7}"
+    run = simulate(tmp_path, "distill", "run.steps=1", *two_sources(tmp_path, own))
+    found = run.notes.metrics[0]
+    assert {
+        "evaluation/pass_at_3_aime",
+        "evaluation/reward_math",
+        "evaluation/reverse_kl_aime",
+    } <= found.keys()
+    assert "evaluation/pass_at_3" not in found
+    kl, math_, aime = (found[f"evaluation/reverse_kl{end}"] for end in ("", "_math", "_aime"))
+    assert min(math_, aime) < kl < max(math_, aime)
 
 
 def test_numbers_of_any_type_are_those_of_a_run_that_is_resumed(tmp_path: Path) -> None:

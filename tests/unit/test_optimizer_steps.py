@@ -145,6 +145,22 @@ def test_passes_over_the_rows_count_as_steps(planned: Any, tmp_path: Path) -> No
     assert (found.total_steps, found.num_warmup_steps) == (3 * 4 * 2, 6)
 
 
+def test_a_constant_schedule_takes_the_place_of_the_computed_steps_in_the_file_of_a_run(
+    planned: Any, tmp_path: Path
+) -> None:
+    given = tables(tmp_path, steps=10)
+    del given["services"]["actor"]["optimizer"]["warmup_ratio"]
+    first = planned(given)
+    assert optimizer_of(first.config).total_steps == 20
+    (path := tmp_path / "config.toml").write_text(first.resolved(first.config))
+    constant = "services.actor.optimizer.schedule=constant"
+    found = optimizer_of(load(path, (constant,)))
+    assert (found.schedule, found.total_steps) == ("constant", 0)
+    with pytest.raises(ConfigError, match="total_steps for these and for warmup_ratio"):
+        load(path, (constant, "services.actor.optimizer.total_steps=20"))
+    assert optimizer_of(load(path, (constant, "services.actor.optimizer.warmup_ratio=0.1"))).total_steps == 20
+
+
 def test_the_file_of_a_run_keeps_its_schedule_whatever_its_length(planned: Any, tmp_path: Path) -> None:
     first = planned(tables(tmp_path, steps=10))
     assert optimizer_of(first.config).total_steps == 20

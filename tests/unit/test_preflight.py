@@ -119,7 +119,8 @@ def test_a_port_in_use_is_named_with_the_key_that_says_the_host(host: str, shown
         with pytest.raises(ConfigError) as caught:
             preflight.check_address("actor", table)
     assert str(caught.value).startswith(
-        f"services.actor.{shown}: {host}:{port} is in use; a run uses services that run"
+        f"services.actor.{shown}: {host}:{port} is in use; where services of the config run already, "
+        "start rlhf-controller without --launch"
     )
 
 

@@ -18,7 +18,6 @@ import torch
 from python_path import python_path
 from unit import own_rewards
 
-from deploy import preflight
 from rlhf.errors import CallCancelled, ConfigError, DeadlineExceeded
 from rlhf.v1 import common_pb2, reward_pb2
 from services.reward.conventions import ACCEPTED
@@ -27,6 +26,7 @@ from services.reward.scorers.base import Scorer, row_score
 from services.reward.scorers.extras import MAX_NAMES, extra_metrics
 from services.reward.worker import make_scorer
 from services.runtime.worker import CallContext
+from settings.function_check import check_function
 from settings.reward import RewardTable
 
 TIMEOUT_S = 60.0
@@ -358,8 +358,8 @@ def test_the_check_before_a_run_refuses_it_too() -> None:
     with pytest.raises(
         ConfigError, match=r"^services\.reward\.function: .*one_argument\(response.*like TRL's"
     ):
-        preflight.check_function("reward", table("one_argument"))
-    preflight.check_function("reward", table("trl"))
+        check_function("reward", table("one_argument"))
+    check_function("reward", table("trl"))
 
 
 LOOKS_AT_ARGUMENTS = """
@@ -379,12 +379,10 @@ def test_the_options_are_no_argument_of_the_check(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     reward = {"role": "reward", "address": "127.0.0.1:1", "startup_timeout_s": 30.0}
     options: dict[str, str | int | float | bool] = {"key": "a secret"}
-    preflight.check_function(
-        "reward", RewardTable(**reward, function="looks_at_arguments:score", options=options)
-    )
+    check_function("reward", RewardTable(**reward, function="looks_at_arguments:score", options=options))
     assert b"a secret" not in (tmp_path / "arguments").read_bytes()
     with pytest.raises(ConfigError, match="takes none named kye"):
-        preflight.check_function(
+        check_function(
             "reward", RewardTable(**reward, function="looks_at_arguments:score", options={"kye": 1})
         )
 
@@ -409,7 +407,7 @@ def test_the_check_neither_waits_for_processes_that_the_module_starts_nor_leaves
     (tmp_path / "with_server.py").write_text(STARTS_A_SERVER)
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     reward = {"role": "reward", "address": "127.0.0.1:1", "startup_timeout_s": 30.0}
-    preflight.check_function("reward", RewardTable(**reward, function="with_server:score"))
+    check_function("reward", RewardTable(**reward, function="with_server:score"))
     deadline = time.monotonic() + 20
     while is_running(int((tmp_path / "pid").read_text())):
         assert time.monotonic() < deadline, "the server is left behind"

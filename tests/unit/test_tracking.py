@@ -776,6 +776,11 @@ class TestReport:
     def test_a_directory_that_is_not_there_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(RlhfError, match="gone: no such directory"):
             write_report(tmp_path / "gone")
+        (model := tmp_path / "model").mkdir()
+        (model / "config.json").write_text("{}")
+        with pytest.raises(ConfigError, match=r"model: it has neither metrics\.jsonl nor config\.toml"):
+            write_report(model)
+        assert not (model / "report.html").exists()
 
     def test_memory_does_not_grow_with_the_steps(self) -> None:
         """Nor while the first stretches of a curve fill."""
