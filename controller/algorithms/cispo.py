@@ -4,7 +4,7 @@ token instead of its gradient, so rare tokens with large ratios still contribute
 from __future__ import annotations
 
 from controller.algorithms.grpo import compute_advantage
-from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.algorithm import POLICY, REWARD, SHAPING, algorithm
 from controller.training.run import Run
 
 
@@ -13,7 +13,7 @@ from controller.training.run import Run
     defaults={"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.2},
     compares_groups=True,
     quickstart="groups",
-    reads=(*POLICY, *REWARD),
+    reads=(*POLICY, *REWARD, *SHAPING),
 )
 def cispo(run: Run) -> None:
     """Runs CISPO, which needs services actor and reward."""

@@ -14,11 +14,12 @@ from controller.advantage.groups import differs_within, group_advantage
 from controller.advantage.lengths import overlong_penalty
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.algorithm import POLICY, REWARD, SHAPING, algorithm
 from controller.training.deferral import future_columns
 from controller.training.rewards import Reward
 from controller.training.roles import Actor
 from controller.training.run import Run
+from controller.training.shaping import shaped
 from controller.training.step import Step
 from rlhf.errors import ConfigError, InvalidRequest
 from settings.reward import CHECKS_ANSWERS, RewardTable
@@ -66,7 +67,7 @@ def responses_of_rounds(config: Config, options: DAPOOptions) -> tuple[int, int]
     defaults={"clip_high": 0.28},
     compares_groups=True,
     quickstart="groups",
-    reads=(*POLICY, *REWARD),
+    reads=(*POLICY, *REWARD, *SHAPING),
     check=check,
     further=responses_of_rounds,
 )
@@ -166,7 +167,7 @@ def rows_to_learn_from(scores: np.ndarray, group: np.ndarray, most: int) -> np.n
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, options: DAPOOptions) -> FutureBatch:
     """Computes column "advantages" of a batch from its rewards, the lengths of its responses and their groups; see
     `dapo_advantage`. Adds metrics to `step`."""
-    rewards, group = run.fetch(batch, "rewards", "group").values()
+    rewards, group = shaped(run, step, run.fetch(batch, "rewards", "group")).values()
     return step.compute(
         dapo_advantage,
         rewards,

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from controller.advantage.groups import group_advantage
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.algorithm import POLICY, REWARD, SHAPING, algorithm
 from controller.training.deferral import future_columns
 from controller.training.run import Run
+from controller.training.shaping import shaped
 from controller.training.step import Step
 
 
@@ -17,7 +18,7 @@ from controller.training.step import Step
     defaults={"aggregation": "seq-mean-token-sum-norm"},
     compares_groups=True,
     quickstart="groups",
-    reads=(*POLICY, *REWARD),
+    reads=(*POLICY, *REWARD, *SHAPING),
 )
 def dr_grpo(run: Run) -> None:
     """Runs Dr. GRPO, which needs services actor and reward."""
@@ -34,5 +35,5 @@ def dr_grpo(run: Run) -> None:
 def compute_advantage(run: Run, step: Step, batch: FutureBatch) -> FutureBatch:
     """Computes column "advantages" of a batch: the reward of each response minus the mean of its group. Adds metrics to
     `step`."""
-    rewards, group = run.fetch(batch, "rewards", "group").values()
+    rewards, group = shaped(run, step, run.fetch(batch, "rewards", "group")).values()
     return step.compute(group_advantage, rewards, run.lengths(batch), group, normalize_std=False)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from controller.advantage.groups import group_advantage
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.algorithm import POLICY, REWARD, SHAPING, algorithm
 from controller.training.deferral import future_columns
 from controller.training.run import Run
+from controller.training.shaping import shaped
 from controller.training.step import Step
 
 
@@ -15,7 +16,7 @@ from controller.training.step import Step
     defaults={"aggregation": "seq-mean-token-mean", "kl_loss_coefficient": 0.001},
     compares_groups=True,
     quickstart="groups",
-    reads=(*POLICY, *REWARD),
+    reads=(*POLICY, *REWARD, *SHAPING),
     only_for={"reference": "kl_loss_coefficient"},
 )
 def grpo(run: Run) -> None:
@@ -37,5 +38,5 @@ def grpo(run: Run) -> None:
 def compute_advantage(run: Run, step: Step, batch: FutureBatch) -> FutureBatch:
     """Computes column "advantages" of a batch: (s - mean) / (std + 1e-6), for the reward s of each response and mean
     and standard deviation of its group. Adds metrics to `step`."""
-    columns = run.fetch(batch, "rewards", "group")
+    columns = shaped(run, step, run.fetch(batch, "rewards", "group"))
     return step.compute(group_advantage, columns["rewards"], run.lengths(batch), columns["group"])

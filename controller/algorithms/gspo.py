@@ -4,7 +4,7 @@ one over its length, since the reward is that of the whole response. Its clip ra
 from __future__ import annotations
 
 from controller.algorithms.grpo import compute_advantage
-from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.algorithm import POLICY, REWARD, SHAPING, algorithm
 from controller.training.run import Run
 
 
@@ -18,7 +18,7 @@ from controller.training.run import Run
     },
     compares_groups=True,
     quickstart="groups",
-    reads=(*POLICY, *REWARD),
+    reads=(*POLICY, *REWARD, *SHAPING),
 )
 def gspo(run: Run) -> None:
     """Runs GSPO, which needs services actor and reward."""

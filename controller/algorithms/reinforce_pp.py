@@ -23,9 +23,10 @@ from controller.advantage.columns import advantage_metrics, row_sums
 from controller.advantage.groups import centred
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.algorithm import KL_REWARD, POLICY, REWARD, SHAPING, algorithm
 from controller.training.deferral import future_columns
 from controller.training.run import Run
+from controller.training.shaping import shaped
 from controller.training.step import Step
 from rlhf.errors import ConfigError
 from settings.strict import Strict
@@ -53,7 +54,7 @@ def check(config: Config, options: ReinforcePPOptions) -> None:
 @algorithm(
     services=("actor", "reference", "reward"),
     options=ReinforcePPOptions,
-    reads=(*POLICY, *REWARD, *KL_REWARD, "gamma"),
+    reads=(*POLICY, *REWARD, *SHAPING, *KL_REWARD, "gamma"),
     check=check,
 )
 def reinforce_pp(run: Run, options: ReinforcePPOptions) -> None:
@@ -76,7 +77,7 @@ def compute_advantage(
     """Computes column "advantages" of a batch from its rewards, log-probabilities and groups. Then adds metrics to
     `step`, and updates `kl` for the next step."""
     config = run.config.algorithm
-    columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group")
+    columns = shaped(run, step, run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group"))
     made = step.compute(
         reinforce_pp_advantage,
         *columns.values(),

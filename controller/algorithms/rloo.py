@@ -17,9 +17,10 @@ from controller.advantage import (
 from controller.advantage.columns import advantage_metrics, row_sums
 from controller.advantage.groups import group_metrics, leave_one_out
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.algorithm import KL_REWARD, POLICY, REWARD, SHAPING, algorithm
 from controller.training.deferral import future_columns
 from controller.training.run import Run
+from controller.training.shaping import shaped
 from controller.training.step import Step
 
 
@@ -27,7 +28,7 @@ from controller.training.step import Step
     services=("actor", "reference", "reward"),
     compares_groups=True,
     quickstart="groups",
-    reads=(*POLICY, *REWARD, *KL_REWARD),
+    reads=(*POLICY, *REWARD, *SHAPING, *KL_REWARD),
 )
 def rloo(run: Run) -> None:
     """Runs RLOO, which needs services actor, reference and reward. The KL is in the reward."""
@@ -46,7 +47,7 @@ def rloo(run: Run) -> None:
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
     """Computes column "advantages" of a batch from its rewards, log-probabilities and groups. Then adds metrics to
     `step`, and updates `kl` for the next step."""
-    columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group")
+    columns = shaped(run, step, run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group"))
     kind = run.config.algorithm.kl_reward_estimator
     made = step.compute(rloo_advantage, *columns.values(), beta=kl.beta, kl_kind=kind)
     steer(kl, step.metrics, batch.rows)
