@@ -121,11 +121,12 @@ def _algorithms() -> Iterator[str]:
         "\n".join(["## `[algorithm]` by algorithm\n\nSee [algorithms.md](algorithms.md).\n", head, *rows])
         + "\n"
     )
+    sharing: dict[type[BaseModel], list[str]] = {}
     for name, algorithm in found.items():
-        if algorithm.options is not NoOptions:
-            yield _section(
-                f"`[algorithm.options]` of {name}", algorithm.options, algorithm.options.model_fields
-            )
+        sharing.setdefault(algorithm.options, []).append(name)
+    del sharing[NoOptions]
+    for options, names in sharing.items():
+        yield _section(f"`[algorithm.options]` of {', '.join(names)}", options, options.model_fields)
 
 
 def _toml(value: object) -> str:

@@ -4,23 +4,27 @@ token instead of its gradient, so rare tokens with large ratios still contribute
 from __future__ import annotations
 
 from controller.algorithms.grpo import compute_advantage
-from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.algorithm import POLICY, REWARD, SHAPING, algorithm
 from controller.training.run import Run
+from controller.training.sampling import GroupOptions, check_sampling, responses_of_rounds, sample
 
 
 @algorithm(
     services=("actor", "reward"),
+    options=GroupOptions,
     defaults={"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.2},
     compares_groups=True,
     quickstart="groups",
-    reads=(*POLICY, *REWARD),
+    reads=(*POLICY, *REWARD, *SHAPING),
+    check=check_sampling,
+    further=responses_of_rounds,
 )
-def cispo(run: Run) -> None:
+def cispo(run: Run, options: GroupOptions) -> None:
     """Runs CISPO, which needs services actor and reward."""
     actor, reward = run.actor(), run.reward()
     for step in run.steps():
-        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch = sample(run, step, actor, reward, options)
         batch |= actor.compute_log_prob(batch)
-        batch = reward.score(batch)
+        batch = batch if "rewards" in batch else reward.score(batch)
         batch |= compute_advantage(run, step, batch)
         step.finish(batch, actor.update_actor(batch))

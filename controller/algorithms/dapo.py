@@ -3,29 +3,26 @@ a loss over tokens, and a soft punishment of overlong responses; without KL."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from pydantic import Field
 
 from controller.advantage import Advantage, Scores, sequence_scores
 from controller.advantage.columns import mean
-from controller.advantage.groups import differs_within, group_advantage
+from controller.advantage.groups import group_advantage
 from controller.advantage.lengths import overlong_penalty
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.algorithm import POLICY, REWARD, SHAPING, algorithm
 from controller.training.deferral import future_columns
-from controller.training.rewards import Reward
-from controller.training.roles import Actor
 from controller.training.run import Run
+from controller.training.sampling import GroupOptions, check_sampling, responses_of_rounds, sample
+from controller.training.shaping import shaped
 from controller.training.step import Step
-from rlhf.errors import ConfigError, InvalidRequest
-from settings.reward import CHECKS_ANSWERS, RewardTable
-from settings.strict import Positive, Strict
+from rlhf.errors import ConfigError
+from settings.strict import Positive
 
 
-class DAPOOptions(Strict):
+class DAPOOptions(GroupOptions):
     """Options of DAPO: table `[algorithm.options]`."""
 
     max_rounds: Positive = 10
@@ -37,16 +34,12 @@ class DAPOOptions(Strict):
     no punishment."""
     overlong_penalty: float = Field(default=1.0, ge=0)
     """Factor of the punishment of overlong responses, which is its largest value, in units of reward."""
-    filter_by: str = ""
-    """Name of the service whose scores must differ within a group for it to be trained on, where the reward is
-    composed of several services. Empty: the first service that checks answers, which is one of kind sandbox or with
-    function exact_match, gsm8k or math."""
 
 
 def check(config: Config, options: DAPOOptions) -> None:
     """Raises ConfigError where `overlong_buffer_tokens` is above the maximum length of a response, or where a
     composed reward has no service to filter groups by."""
-    filtered_by(config, options)
+    check_sampling(config, options)
     longest = config.rollout.max_response_tokens
     if options.overlong_buffer_tokens > longest:
         raise ConfigError(
@@ -55,18 +48,13 @@ def check(config: Config, options: DAPOOptions) -> None:
         )
 
 
-def responses_of_rounds(config: Config, options: DAPOOptions) -> tuple[int, int]:
-    """Returns the responses that are kept beside one per row: in a step those of all rounds but one."""
-    return (options.max_rounds - 1) * config.rows_per_step, 0
-
-
 @algorithm(
     services=("actor", "reward"),
     options=DAPOOptions,
     defaults={"clip_high": 0.28},
     compares_groups=True,
     quickstart="groups",
-    reads=(*POLICY, *REWARD),
+    reads=(*POLICY, *REWARD, *SHAPING),
     check=check,
     further=responses_of_rounds,
 )
@@ -74,99 +62,17 @@ def dapo(run: Run, options: DAPOOptions) -> None:
     """Runs DAPO, which needs services actor and reward."""
     actor, reward = run.actor(), run.reward()
     for step in run.steps():
-        batch = sample_groups(run, step, actor, reward, options)
+        batch = sample(run, step, actor, reward, options)
         batch |= actor.compute_log_prob(batch)
         batch |= compute_advantage(run, step, batch, options)
         step.finish(batch, actor.update_actor(batch))
-
-
-def filtered_by(config: Config, options: DAPOOptions) -> list[str]:
-    """Returns the names of the services whose scores must differ within a group; each row is judged by the first of
-    them that scores it. Returns an empty list where the reward of every source that is trained on is a single service,
-    whose scores then decide.
-
-    Raises:
-        ConfigError: The reward of such a source has no service to filter by, or none has the service that `filter_by`
-            names.
-    """
-    trained, wanted = {source.label for source in config.data.trained_sources}, options.filter_by
-    recipes = {source: recipe for source, recipe in config.recipes("reward").items() if source in trained}
-    if wanted and not any(wanted in recipe for recipe in recipes.values()):
-        known = ", ".join(sorted({name for recipe in recipes.values() for name in recipe}))
-        raise ConfigError(f"algorithm.options.filter_by: no reward is made of {wanted!r}, only of: {known}")
-    if all(len(recipe) == 1 for recipe in recipes.values()):
-        return []
-    found: dict[str, None] = {}
-    for source, recipe in recipes.items():
-        names = [name for name in recipe if len(recipe) == 1 or _is_filter(config, name, options)]
-        if not names:
-            raise ConfigError(
-                f"algorithm.options.filter_by: the reward of {source} is made of {', '.join(recipe)}; name the one "
-                "that says whether an answer is right"
-            )
-        found[names[0]] = None
-    return list(found)
-
-
-def _is_filter(config: Config, service: str, options: DAPOOptions) -> bool:
-    if options.filter_by:
-        return service == options.filter_by
-    table = config.services.get(service)
-    return isinstance(table, RewardTable) and (
-        table.kind == "sandbox" or (table.kind == "function" and table.function in CHECKS_ANSWERS)
-    )
-
-
-def sample_groups(run: Run, step: Step, actor: Actor, reward: Reward, options: DAPOOptions) -> FutureBatch:
-    """Samples the groups of a step by dynamic sampling (section 3.2): generates and scores rounds of prompts until
-    data.prompts_per_step groups have responses with different scores, and returns the rows of these groups.
-
-    Raises:
-        InvalidRequest: After `max_rounds` rounds there is no such group.
-    """
-    wanted, found, rounds = run.config.data.prompts_per_step, 0, []
-    services = filtered_by(run.config, options)
-    for prompts in step.rounds(options.max_rounds):
-        batch = prompts | actor.generate_sequences(prompts)
-        batch = reward.score(batch)
-        names = [f"rewards/{service}" for service in services] or ["rewards"]
-        *columns, group = run.fetch(batch, *names, "group").values()
-        scores = sequence_scores(first_score(columns) if services else columns[0])
-        rows = rows_to_learn_from(scores, group, wanted - found)
-        found += len(np.unique(group[rows]))
-        rounds.append(batch.take(rows))
-        if found == wanted:
-            break
-    step.metrics |= {"groups/rounds": float(len(rounds)), "groups/trained": float(found)}
-    if not found:
-        raise InvalidRequest(
-            f"step {step.number}: in {len(rounds)} rounds no prompt had responses with different "
-            f"{' and '.join(services) or 'rewards'}: the task is solved, or out of reach"
-        )
-    return FutureBatch.concat(rounds)
-
-
-def first_score(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the score of each response [rows] from the first of `columns` in which it is not NaN: one column [rows]
-    per service, with NaN where a service does not score a row."""
-    scores = columns[0]
-    for column in columns[1:]:
-        scores = np.where(np.isnan(scores), column, scores)
-    return scores
-
-
-def rows_to_learn_from(scores: np.ndarray, group: np.ndarray, most: int) -> np.ndarray:
-    """Returns the indices [n] int64, ascending, of all rows of the groups whose scores differ; of more than `most` such
-    groups, only of the `most` with the lowest numbers."""
-    rows = np.flatnonzero(differs_within(scores, group))
-    return rows[np.isin(group[rows], np.unique(group[rows])[:most])]
 
 
 @future_columns("advantages")
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, options: DAPOOptions) -> FutureBatch:
     """Computes column "advantages" of a batch from its rewards, the lengths of its responses and their groups; see
     `dapo_advantage`. Adds metrics to `step`."""
-    rewards, group = run.fetch(batch, "rewards", "group").values()
+    rewards, group = shaped(run, step, run.fetch(batch, "rewards", "group")).values()
     return step.compute(
         dapo_advantage,
         rewards,

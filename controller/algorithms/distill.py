@@ -21,11 +21,12 @@ from controller.advantage.columns import advantage_metrics, float64, make_column
 from controller.advantage.groups import centred, group_metrics
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.algorithm import POLICY, REWARD, SHAPING, algorithm
 from controller.training.deferral import future_columns
 from controller.training.evaluation import Evaluation, Measured
 from controller.training.roles import Actor, Reference
 from controller.training.run import Run
+from controller.training.shaping import shaped
 from controller.training.step import Step
 from rlhf.errors import ConfigError
 from settings.strict import Fraction, NotNegative, Strict
@@ -76,7 +77,7 @@ def scored_responses(config: Config, options: DistillOptions) -> tuple[int, int]
     services=("actor", "reference", "reward"),
     options=DistillOptions,
     quickstart="distill",
-    reads=(*POLICY, *REWARD),
+    reads=(*POLICY, *REWARD, *SHAPING),
     check=check,
     optional=("reward",),
     further=scored_responses,
@@ -102,6 +103,7 @@ def compute_advantage(run: Run, step: Step, batch: FutureBatch, options: Distill
     where they have a coefficient. Adds metrics to `step`."""
     scored = ("rewards", "group") if options.reward_coefficient else ()
     columns = run.fetch(batch, "log_probs", "ref_log_probs", *scored)
+    columns = shaped(run, step, columns) if scored else columns
     return step.compute(distill_advantage, *columns.values(), **options.model_dump())
 
 

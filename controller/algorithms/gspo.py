@@ -4,12 +4,14 @@ one over its length, since the reward is that of the whole response. Its clip ra
 from __future__ import annotations
 
 from controller.algorithms.grpo import compute_advantage
-from controller.training.algorithm import POLICY, REWARD, algorithm
+from controller.training.algorithm import POLICY, REWARD, SHAPING, algorithm
 from controller.training.run import Run
+from controller.training.sampling import GroupOptions, check_sampling, responses_of_rounds, sample
 
 
 @algorithm(
     services=("actor", "reward"),
+    options=GroupOptions,
     defaults={
         "surrogate": "gspo",
         "aggregation": "seq-mean-token-mean",
@@ -18,14 +20,16 @@ from controller.training.run import Run
     },
     compares_groups=True,
     quickstart="groups",
-    reads=(*POLICY, *REWARD),
+    reads=(*POLICY, *REWARD, *SHAPING),
+    check=check_sampling,
+    further=responses_of_rounds,
 )
-def gspo(run: Run) -> None:
+def gspo(run: Run, options: GroupOptions) -> None:
     """Runs GSPO, which needs services actor and reward."""
     actor, reward = run.actor(), run.reward()
     for step in run.steps():
-        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch = sample(run, step, actor, reward, options)
         batch |= actor.compute_log_prob(batch)
-        batch = reward.score(batch)
+        batch = batch if "rewards" in batch else reward.score(batch)
         batch |= compute_advantage(run, step, batch)
         step.finish(batch, actor.update_actor(batch))

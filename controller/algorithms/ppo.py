@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from controller.advantage import KlController, kl_controller, ppo_advantage, steer
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, SHAPING, algorithm
 from controller.training.deferral import future_columns
 from controller.training.run import Run
+from controller.training.shaping import shaped
 from controller.training.step import Step
 
 
 @algorithm(
     services=("actor", "critic", "reference", "reward"),
-    reads=(*POLICY, *CRITIC, *REWARD, *KL_REWARD, "gamma", "lam", "whiten_advantages"),
+    reads=(*POLICY, *CRITIC, *REWARD, *SHAPING, *KL_REWARD, "gamma", "lam", "whiten_advantages"),
 )
 def ppo(run: Run) -> None:
     """Runs PPO, which needs services actor, critic, reference and reward. The KL may be in the reward, in the loss,
@@ -34,7 +35,7 @@ def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController
     """Computes columns "advantages" and "returns" of a batch from its rewards, values and log-probabilities, the only
     columns that the controller reads. Then adds metrics to `step`, and updates `kl` for the next step."""
     config = run.config.algorithm
-    columns = run.fetch(batch, "log_probs", "ref_log_probs", "values", "rewards")
+    columns = shaped(run, step, run.fetch(batch, "log_probs", "ref_log_probs", "values", "rewards"))
     made = step.compute(
         ppo_advantage,
         *columns.values(),

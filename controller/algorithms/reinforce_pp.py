@@ -23,15 +23,16 @@ from controller.advantage.columns import advantage_metrics, row_sums
 from controller.advantage.groups import centred
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.algorithm import KL_REWARD, POLICY, REWARD, SHAPING, algorithm
 from controller.training.deferral import future_columns
 from controller.training.run import Run
+from controller.training.sampling import GroupOptions, check_sampling, responses_of_rounds, sample
+from controller.training.shaping import shaped
 from controller.training.step import Step
 from rlhf.errors import ConfigError
-from settings.strict import Strict
 
 
-class ReinforcePPOptions(Strict):
+class ReinforcePPOptions(GroupOptions):
     """Options of REINFORCE++: table `[algorithm.options]`."""
 
     baseline: Literal["batch", "group"] = "batch"
@@ -42,7 +43,8 @@ class ReinforcePPOptions(Strict):
 
 def check(config: Config, options: ReinforcePPOptions) -> None:
     """Raises ConfigError where baseline "group" is chosen with one sample per prompt, since a group of one has no
-    other response to be compared with."""
+    other response to be compared with; and as `check_sampling`."""
+    check_sampling(config, options)
     if options.baseline == "group" and config.rollout.samples_per_prompt < 2:
         raise ConfigError(
             "rollout.samples_per_prompt: baseline group compares the responses to a prompt, so there have to be at "
@@ -53,18 +55,19 @@ def check(config: Config, options: ReinforcePPOptions) -> None:
 @algorithm(
     services=("actor", "reference", "reward"),
     options=ReinforcePPOptions,
-    reads=(*POLICY, *REWARD, *KL_REWARD, "gamma"),
+    reads=(*POLICY, *REWARD, *SHAPING, *KL_REWARD, "gamma"),
     check=check,
+    further=responses_of_rounds,
 )
 def reinforce_pp(run: Run, options: ReinforcePPOptions) -> None:
     """Runs REINFORCE++, which needs services actor, reference and reward. The KL is in the reward."""
     actor, reference, reward = run.actor(), run.reference(), run.reward()
     kl = run.keep("kl", kl_controller(run.config.algorithm))
     for step in run.steps():
-        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch = sample(run, step, actor, reward, options)
         batch |= actor.compute_log_prob(batch)
         batch |= reference.compute_ref_log_prob(batch)
-        batch = reward.score(batch)
+        batch = batch if "rewards" in batch else reward.score(batch)
         batch |= compute_advantage(run, step, batch, kl, options)
         step.finish(batch, actor.update_actor(batch))
 
@@ -76,7 +79,7 @@ def compute_advantage(
     """Computes column "advantages" of a batch from its rewards, log-probabilities and groups. Then adds metrics to
     `step`, and updates `kl` for the next step."""
     config = run.config.algorithm
-    columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group")
+    columns = shaped(run, step, run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group"))
     made = step.compute(
         reinforce_pp_advantage,
         *columns.values(),

@@ -20,9 +20,10 @@ from controller.advantage import (
 from controller.advantage.columns import advantage_metrics, float64, make_column, mean
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.algorithm import KL_REWARD, POLICY, REWARD, NoOptions, algorithm
+from controller.training.algorithm import KL_REWARD, POLICY, REWARD, SHAPING, NoOptions, algorithm
 from controller.training.deferral import future_columns
 from controller.training.run import Run
+from controller.training.shaping import shaped
 from controller.training.step import Step
 
 
@@ -33,7 +34,7 @@ def greedy_responses(config: Config, options: NoOptions) -> tuple[int, int]:
 
 @algorithm(
     services=("actor", "reference", "reward"),
-    reads=(*POLICY, *REWARD, *KL_REWARD),
+    reads=(*POLICY, *REWARD, *SHAPING, *KL_REWARD),
     further=greedy_responses,
 )
 def remax(run: Run) -> None:
@@ -56,7 +57,8 @@ def remax(run: Run) -> None:
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
     """Computes column "advantages" from columns rewards, baselines (the rewards of the greedy responses), log_probs
     and ref_log_probs. Then adds metrics to `step`, and updates `kl` for the next step."""
-    columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "baselines")
+    names = ("log_probs", "ref_log_probs", "rewards", "baselines")
+    columns = shaped(run, step, run.fetch(batch, *names))
     kind = run.config.algorithm.kl_reward_estimator
     made = step.compute(remax_advantage, *columns.values(), beta=kl.beta, kl_kind=kind)
     steer(kl, step.metrics, batch.rows)

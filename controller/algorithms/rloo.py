@@ -17,27 +17,32 @@ from controller.advantage import (
 from controller.advantage.columns import advantage_metrics, row_sums
 from controller.advantage.groups import group_metrics, leave_one_out
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.algorithm import KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.algorithm import KL_REWARD, POLICY, REWARD, SHAPING, algorithm
 from controller.training.deferral import future_columns
 from controller.training.run import Run
+from controller.training.sampling import GroupOptions, check_sampling, responses_of_rounds, sample
+from controller.training.shaping import shaped
 from controller.training.step import Step
 
 
 @algorithm(
     services=("actor", "reference", "reward"),
+    options=GroupOptions,
     compares_groups=True,
     quickstart="groups",
-    reads=(*POLICY, *REWARD, *KL_REWARD),
+    reads=(*POLICY, *REWARD, *SHAPING, *KL_REWARD),
+    check=check_sampling,
+    further=responses_of_rounds,
 )
-def rloo(run: Run) -> None:
+def rloo(run: Run, options: GroupOptions) -> None:
     """Runs RLOO, which needs services actor, reference and reward. The KL is in the reward."""
     actor, reference, reward = run.actor(), run.reference(), run.reward()
     kl = run.keep("kl", kl_controller(run.config.algorithm))
     for step in run.steps():
-        batch = step.prompts | step.groups | actor.generate_sequences(step.prompts)
+        batch = sample(run, step, actor, reward, options)
         batch |= actor.compute_log_prob(batch)
         batch |= reference.compute_ref_log_prob(batch)
-        batch = reward.score(batch)
+        batch = batch if "rewards" in batch else reward.score(batch)
         batch |= compute_advantage(run, step, batch, kl)
         step.finish(batch, actor.update_actor(batch))
 
@@ -46,7 +51,7 @@ def rloo(run: Run) -> None:
 def compute_advantage(run: Run, step: Step, batch: FutureBatch, kl: KlController) -> FutureBatch:
     """Computes column "advantages" of a batch from its rewards, log-probabilities and groups. Then adds metrics to
     `step`, and updates `kl` for the next step."""
-    columns = run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group")
+    columns = shaped(run, step, run.fetch(batch, "log_probs", "ref_log_probs", "rewards", "group"))
     kind = run.config.algorithm.kl_reward_estimator
     made = step.compute(rloo_advantage, *columns.values(), beta=kl.beta, kl_kind=kind)
     steer(kl, step.metrics, batch.rows)

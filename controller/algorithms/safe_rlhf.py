@@ -12,9 +12,10 @@ from controller.advantage import KlController, kl_controller, sequence_scores, s
 from controller.advantage.safe import Multiplier, safe_advantage
 from controller.config.config import Config
 from controller.role_groups.dataflow import FutureBatch
-from controller.training.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, algorithm
+from controller.training.algorithm import CRITIC, KL_REWARD, POLICY, REWARD, SHAPING, algorithm
 from controller.training.deferral import future_columns
 from controller.training.run import Run
+from controller.training.shaping import shaped
 from controller.training.step import Step
 from rlhf.errors import ConfigError
 from settings.strict import Positive, Strict
@@ -68,6 +69,7 @@ def check(config: Config, options: SafeRLHFOptions) -> None:
         *POLICY,
         *CRITIC,
         *REWARD,
+        *SHAPING,
         *KL_REWARD,
         "gamma",
         "lam",
@@ -113,7 +115,7 @@ def compute_advantage(
     config = run.config.algorithm
     updates_actor = config.updates_actor(step.number)
     names = ("log_probs", "ref_log_probs", "values", "cost_values", "rewards", "costs")
-    columns = run.fetch(batch, *names)
+    columns = shaped(run, step, run.fetch(batch, *names))
     mean_cost = multiplier.update(
         sequence_scores(columns["costs"]),
         limit=options.cost_limit,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf.errors import ConfigError
 from settings.losses import (
@@ -64,6 +64,12 @@ class AlgorithmTable(ValueClipOptions, ValueLossTable, PpoOptions, PolicyLossTab
     prompt."""
     reward_retries: Positive = 2
     """Maximum number of times that a row is sent again with on_failed_reward retry."""
+    reward_normalization: Literal["none", "batch", "running"] = "none"
+    """Normalization of the rewards of responses to mean 0 and standard deviation 1 before advantages are computed of
+    them. batch: those of the rewards of the step; running: those of all rewards of the run so far."""
+    reward_clip: tuple[float, float] | None = None
+    """Lowest and highest reward of a response, to which others are clipped after normalization; for a reward with a
+    score per token, those of a token. Default: no clipping."""
     options: dict[str, Any] = {}
     """Options of the chosen algorithm; see the tables of the algorithms below."""
 
@@ -71,6 +77,17 @@ class AlgorithmTable(ValueClipOptions, ValueLossTable, PpoOptions, PolicyLossTab
         """Returns whether actors are updated in a step: in all but steps 1 to `critic_warmup_steps`. Step 0 is what a
         run calls before its first step."""
         return not 1 <= step <= self.critic_warmup_steps
+
+    @property
+    def shapes_rewards(self) -> bool:
+        """Whether advantages are computed of other rewards than those that the services give."""
+        return self.reward_normalization != "none" or self.reward_clip is not None
+
+    @property
+    def learns_by_chunk(self) -> bool:
+        """Whether an update can begin with the gradients of rows before the others have their rewards, where
+        advantages are computed by group."""
+        return self.adds_up_by_rows and self.reward_normalization == "none"
 
     def loss_options(self, key: str) -> Strict:
         """Returns all options of the loss per token that the value of `key`, surrogate or value_loss, names. An option
@@ -92,6 +109,13 @@ class AlgorithmTable(ValueClipOptions, ValueLossTable, PpoOptions, PolicyLossTab
         of `key`, surrogate or value_loss, names."""
         kind = LOSSES[key](getattr(self, key)).options
         return kind.model_fields.keys() & type(self).model_fields.keys()
+
+    @field_validator("reward_clip")
+    @classmethod
+    def _check_reward_clip(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
+        if clip and not clip[0] < clip[1]:
+            raise ValueError(f"the first number has to be below the second (given: {clip[0]:g}, {clip[1]:g})")
+        return clip
 
     @model_validator(mode="after")
     def _check_loss_options(self) -> Self:

@@ -229,6 +229,11 @@ class RecordingRun(Run):
         samples = config.rollout.samples_per_prompt
         return prompts.repeat(samples), FutureBatch.of(group=numbers).repeat(samples)
 
+    @property
+    def kept(self) -> dict[str, Any]:
+        """No state: each step is the first."""
+        return {}
+
     def keep(self, name: str, state: Any) -> Any:
         """Returns the state."""
         return state

@@ -23,7 +23,7 @@ from settings.strict import Strict, validate
 
 SCHEDULE = ("epochs", "mini_batch_size")
 """Keys of `[algorithm]` that every update reads. The tuples below hold the keys that the update of the policy, that
-of the critic, the reward, and the KL penalty in the reward read."""
+of the critic, the reward, `shaping.shaped`, and the KL penalty in the reward read."""
 POLICY = (
     *SCHEDULE,
     *(key for key in PolicyLossTable.model_fields if key != "pretrain_coefficient"),
@@ -39,6 +39,7 @@ CRITIC = (
     *ValueClipOptions.model_fields,
 )
 REWARD = ("on_failed_reward", "reward_retries")
+SHAPING = ("reward_normalization", "reward_clip")
 KL_REWARD = ("kl_reward_coefficient", "kl_reward_estimator", "kl_target", "kl_horizon")
 
 

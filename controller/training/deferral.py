@@ -108,7 +108,7 @@ def future_columns(
                 )
 
             chunks = batch.chunks() if by_group else [batch]
-            if len(chunks) < 2 or not run.config.algorithm.adds_up_by_rows:
+            if len(chunks) < 2 or not run.config.algorithm.learns_by_chunk:
                 return step.later(work, names, batch.rows)
             parts = [step.deferred(partial(work_on, chunk), names, chunk.rows) for chunk in chunks]
             whole = step.deferred(lambda: _same(work(), FutureBatch.concat(parts)), names, batch.rows)

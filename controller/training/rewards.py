@@ -10,10 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import numpy as np
 
 from client.session import StepContext
+from controller.config.algorithm import AlgorithmTable
 from controller.role_groups.chunks import made_of
 from controller.role_groups.dataflow import CallRecord, FutureBatch
 from controller.role_groups.futures import all_of, then
@@ -51,6 +53,11 @@ class Failures:
 
     policy: str = "stop"
     retries: int = 0
+
+    @classmethod
+    def of(cls, table: AlgorithmTable) -> Self:
+        """Returns those of a configuration."""
+        return cls(table.on_failed_reward, table.reward_retries)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from client.session import AFTER_UPDATES, StepContext
+from controller.advantage.shaping import ScoreMoments
 from controller.checkpoints.saver import Checkpointer
 from controller.config.config import Config
 from controller.data.draws import Limit
@@ -48,6 +49,9 @@ from rlhf.v1 import worker_pb2
 
 G = TypeVar("G", bound=RoleGroup)
 S = TypeVar("S")
+
+MOMENTS = "reward_moments"
+"""Name of the state that holds the moments of all rewards so far, with `algorithm.reward_normalization` running."""
 
 
 class Run:
@@ -94,6 +98,8 @@ class Run:
         self._state = RunState(self._feed, self._metrics, self._evaluator)
         if resumed is not None:
             self._state.restore(resumed)
+        if config.algorithm.reward_normalization == "running":
+            self.keep(MOMENTS, ScoreMoments())
         self._checkpointer = checkpointer
         self._verifier = WeightVerifier(config.run.verify_every, cluster, checkpointer)
         fetcher = Fetcher(host_id(), create_readers())
@@ -158,9 +164,9 @@ class Run:
         in `[rewards]`. Raises ConfigError where the run has no such service, or its role is another."""
         recipes = self.config.recipes(name)
         parts = {part: self.group(part, RewardGroup) for recipe in recipes.values() for part in recipe}
-        table, sources = self.config.algorithm, self.config.data.trained_sources
-        failures = Failures(table.on_failed_reward, table.reward_retries)
-        return Reward(name, parts, recipes, failures, self.step_of, [each.label for each in sources])
+        failures = Failures.of(self.config.algorithm)
+        sources = [each.label for each in self.config.data.trained_sources]
+        return Reward(name, parts, recipes, failures, self.step_of, sources)
 
     def reward_model(self, name: str = "reward") -> RewardModel:
         """Returns a `RewardModel` that calls service `name`, which must be a reward that learns. Raises ConfigError

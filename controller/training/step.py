@@ -44,6 +44,8 @@ class Step:
         groups: Column "group" [rows] int64 of the same rows, with the same numbers as "prompt_number".
         pretraining: Column "pretrain_text" of the same rows; no column if the config has no such texts.
         metrics: Metrics that the algorithm adds to the step, by name.
+        given_metrics: Metrics of the rewards as they were given, which replace those that `compute` returns of shaped
+            ones.
         calls: Futures of the records of the step's calls, after `finish`.
         records: Records of these calls and of their parts, after `wait`.
         is_finished: Whether `finish` was called.
@@ -66,6 +68,7 @@ class Step:
         self.prompts, self.groups = self._next()
         self.pretraining = pretraining.of_step(context)
         self.metrics: dict[str, float] = {}
+        self.given_metrics: dict[str, float] = {}
         self.records: list[CallRecord] = []
         self.is_finished = False
         self.batch = self.prompts
@@ -99,7 +102,7 @@ class Step:
             made = result.columns
         except ValueError as error:
             raise InvalidRequest(f"compute_advantage, step {self.number}: {error}") from error
-        self.metrics |= result.metrics
+        self.metrics |= result.metrics | self.given_metrics
         return FutureBatch.of(**made).of_step(self.context)
 
     def later(self, work: Callable[[], FutureBatch], names: Sequence[str], rows: int) -> FutureBatch:

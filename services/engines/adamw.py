@@ -11,16 +11,18 @@ from torch import Tensor
 from services.engines.base import NonFiniteGradient, OptimizerOptions
 from services.engines.collectives import texts_of_ranks
 from services.runtime.ranks import known_to_all
+from services.storage.checkpoint import PART, WeightShard
 
 
 def new_adamw(parameters: Iterable[Tensor], options: OptimizerOptions) -> torch.optim.AdamW:
-    """Returns torch's fused AdamW for the parameters, without state."""
+    """Returns torch's fused AdamW for the parameters, without state. Unless weight decay applies to all of them, the
+    optimizer has none; see `decay`."""
     return torch.optim.AdamW(
         parameters,
         lr=options.lr,
         betas=options.betas,
         eps=options.eps,
-        weight_decay=options.weight_decay,
+        weight_decay=options.weight_decay if options.weight_decay_on == "all" else 0.0,
         fused=True,
     )
 
@@ -43,6 +45,23 @@ def add_moments(adamw: torch.optim.AdamW, parameter: Tensor) -> None:
         "exp_avg": torch.zeros_like(parameter),
         "exp_avg_sq": torch.zeros_like(parameter),
     }
+
+
+@torch.no_grad()
+def decay(weights: Iterable[tuple[str, WeightShard]], options: OptimizerOptions, lr: float) -> None:
+    """Applies the weight decay of a step, in place, where AdamW does not: to those weights for which `options.decays`
+    is True, unless these are all. (Parameter groups of AdamW would do, but DeepSpeed makes one tensor of each.)
+
+    Args:
+        weights: Names and this rank's shards of the weights that are trained. Not read if AdamW applies weight decay.
+        options: Options of AdamW.
+        lr: Learning rate of the step.
+    """
+    if options.weight_decay_on == "all":
+        return
+    for name, shard in weights:
+        if options.decays(name.partition(PART)[0], shard.whole):
+            shard.tensor.mul_(1 - lr * options.weight_decay)
 
 
 def clip_gradients(

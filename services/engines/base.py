@@ -64,7 +64,9 @@ class OptimizerOptions:
         lr: learning rate after warm-up.
         betas: decay rates of the first and the second moment.
         eps: added to the square root of the second moment.
-        weight_decay: decoupled weight decay; a step multiplies weights by 1 - lr * weight_decay.
+        weight_decay: decoupled weight decay; a step multiplies the weights for which `decays` is True by
+            1 - lr * weight_decay.
+        weight_decay_on: "all", or "matrices" for all but biases and weights of one dimension.
         max_grad_norm: 2-norm to which a larger gradient is scaled down; inf for no clipping.
         reject_grad_norm: 2-norm above which a step is refused; inf for no limit.
         warmup_steps: steps of warm-up; step i of them, from 1, runs at lr * i / warmup_steps.
@@ -78,12 +80,17 @@ class OptimizerOptions:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    weight_decay_on: Literal["all", "matrices"] = "all"
     max_grad_norm: float = 1.0
     reject_grad_norm: float = math.inf
     warmup_steps: int = 0
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     total_steps: int = 0
     min_ratio: float = 0.0
+
+    def decays(self, name: str, shape: Sequence[int]) -> bool:
+        """Returns whether weight decay applies to a weight, given its name in the checkpoint and its whole shape."""
+        return self.weight_decay_on == "all" or (len(shape) > 1 and not name.endswith("bias"))
 
     def lr_at(self, step: int) -> float:
         """Returns the learning rate of a step, counted from 0: that of warm-up step i is at i - 1."""

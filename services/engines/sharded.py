@@ -16,7 +16,7 @@ from torch import Tensor
 from services.compute.heads import Head
 from services.compute.microbatch import MicroBatch
 from services.engines.accumulating import AccumulatingEngine
-from services.engines.adamw import clip_gradients, make_adamw
+from services.engines.adamw import clip_gradients, decay, make_adamw
 from services.engines.agreement import all_or_none, new_directory, takes_effect
 from services.engines.base import (
     GradientTooLarge,
@@ -136,6 +136,7 @@ class ShardedEngine(AccumulatingEngine):
             # Nothing below allocates, waits for other ranks or reads memory that other processes may change.
             self._has_first_values = False
             self._snapshots.wait()
+            decay(((n, self._shard(n, self._kept[n])) for n in self._trained_names), self._options, lr)
             self._take_step(lr)
             self._weights_changed()
             self._num_steps += 1

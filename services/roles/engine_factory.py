@@ -34,6 +34,7 @@ def optimizer_options(table: OptimizerTable) -> OptimizerOptions:
         betas=table.betas,
         eps=table.eps,
         weight_decay=table.weight_decay,
+        weight_decay_on=table.weight_decay_on,
         max_grad_norm=table.max_grad_norm,
         reject_grad_norm=table.reject_grad_norm or math.inf,
         warmup_steps=table.num_warmup_steps,

@@ -92,6 +92,20 @@ def test_the_config_that_a_run_leaves_has_its_services_and_options_only(
     assert "overlong_penalty = 1.0" in text
 
 
+def test_grpo_samples_dynamically_and_shapes_its_rewards(cluster: Cluster, tmp_path: Path) -> None:
+    shaping = {"reward_normalization": "running", "reward_clip": (-10.0, 0.1)}
+    path, _ = run_on(cluster, tmp_path, "grpo", algorithm={"options": {"max_rounds": 3}, **shaping})
+    trained = [metrics for metrics in read_metrics(path) if "score/mean" in metrics]
+    assert trained
+    for metrics in trained:
+        assert 1 <= metrics["groups/rounds"] <= 3
+        assert metrics["groups/trained"] > 0
+        assert 0 <= metrics["score/mean"] <= 1
+        assert 0 < metrics["score/clipped"] < 1
+    text = (path / "config.toml").read_text()
+    assert 'reward_normalization = "running"' in text
+
+
 def test_grpo_without_kl_runs_without_a_reference(cluster: Cluster, tmp_path: Path) -> None:
     path, _ = run_on(cluster, tmp_path, "grpo", algorithm={"kl_loss_coefficient": 0.0})
     assert "[services.reference]" not in (path / "config.toml").read_text()

@@ -243,6 +243,14 @@ STORMS = (False, True, False, True, False)
 """Whether a call fails in each of the schedules of a configuration."""
 
 
+def random_rewards(name: str, seed: int) -> list[str]:
+    """Settings of some runs: rewards that are normalized by all so far, and rounds of generation."""
+    chosen = random.Random(f"rewards {seed}")
+    running = ["algorithm.reward_normalization='running'"] if chosen.random() < 0.3 else []
+    has_rounds = name in ("grpo", "rloo", "reinforce_pp") and chosen.random() < 0.3
+    return [*running, *(["algorithm.options={max_rounds=3}"] if has_rounds else [])]
+
+
 def random_runs(directory: Path, seed: int) -> None:
     """Runs of a random algorithm on random pools, with random delays and rows in chunks, that have the results of one
     without delays and in one chunk, also from its first checkpoint on, or one of whose calls fails, with the error of
@@ -262,7 +270,7 @@ def random_runs(directory: Path, seed: int) -> None:
         f"run.evaluate_every={chosen.randint(0, 3)}",
     ]
     values = [VALUES] if "critic" in roles and chosen.random() < 0.5 else []
-    table += [*rollout, *values, *pools, *placed]
+    table += [*rollout, *values, *pools, *placed, *random_rewards(name, seed)]
     calm = simulate(directory, name, *table, every=every)
     check_rows(calm, ahead)
     table.append(f"rollout.chunks={chosen.randint(1, 4)}")

@@ -137,7 +137,7 @@ def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
     assert re.search(
         r"algorithm\.options of dapo: max_round: unknown key; did you mean 'max_rounds'\?", message
     )
-    assert "Known keys: max_rounds, overlong_buffer_tokens, overlong_penalty" in message
+    assert "Known keys: max_rounds, filter_by, overlong_buffer_tokens, overlong_penalty" in message
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_a_reward_that_does_not_learn_is_not_trained(table: str) -> None:
 
 
 def test_an_option_where_there_are_none_is_refused() -> None:
-    message = refusal(find_algorithm("grpo"), quickstart("groups", "algorithm.options.x=3"))
-    assert "algorithm.options of grpo: x: unknown key" in message
+    message = refusal(find_algorithm("remax"), quickstart("groups", "algorithm.options.x=3"))
+    assert "algorithm.options of remax: x: unknown key" in message
 
 
 def test_an_option_out_of_its_range_is_refused() -> None:

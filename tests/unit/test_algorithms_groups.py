@@ -20,8 +20,9 @@ from controller.advantage.groups import (
     standardized,
 )
 from controller.advantage.lengths import overlong_penalty
-from controller.algorithms.dapo import dapo_advantage, rows_to_learn_from
+from controller.algorithms.dapo import dapo_advantage
 from controller.algorithms.rloo import rloo_advantage
+from controller.training.sampling import rows_to_learn_from
 
 
 def lengths_array(lengths: list[int]) -> np.ndarray:

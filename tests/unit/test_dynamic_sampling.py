@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from unit.simulated_run import QUICKSTARTS, Weather, simulate
 
 from client.session import StepContext
-from controller.algorithms.dapo import DAPOOptions, check, filtered_by, sample_groups
-from controller.config.config import Config
+from controller.algorithms import find_algorithm
+from controller.config.config import Config, load
+from controller.mapping.record import record_dataflow
 from controller.role_groups.dataflow import FutureBatch
+from controller.training.sampling import GroupOptions, check_sampling, filtered_by, sample, sample_groups
 from controller.training.step import Step
 from nccl_transfer.refs.columns import Jagged
 from rlhf.errors import ConfigError, InvalidRequest
@@ -52,7 +57,7 @@ class Task:
 
     def sample(self, step: Step, max_rounds: int = 10) -> FutureBatch:
         task: Any = self
-        return sample_groups(task, step, task, task, DAPOOptions(max_rounds=max_rounds))
+        return sample_groups(task, step, task, task, GroupOptions(max_rounds=max_rounds))
 
 
 class DenseTask(Task):
@@ -143,7 +148,7 @@ def test_a_dense_term_of_the_reward_does_not_hide_groups_that_are_all_right_or_a
 def test_groups_are_filtered_by_the_first_service_that_checks_answers_or_by_the_one_that_is_named(
     functions: tuple[str, ...], weights: Any, options: dict[str, Any], services: list[str]
 ) -> None:
-    assert filtered_by(config_of(*functions, weights=weights), DAPOOptions(**options)) == services
+    assert filtered_by(config_of(*functions, weights=weights), GroupOptions(**options)) == services
 
 
 def test_sources_that_are_only_evaluated_on_need_nothing_to_filter_by() -> None:
@@ -151,9 +156,9 @@ def test_sources_that_are_only_evaluated_on_need_nothing_to_filter_by() -> None:
     tables["services"]["answer"] = {"role": "reward", "address": "127.0.0.1:7010", "function": "math"}
     sources = [{"path": "a.jsonl", "heldout": "b.jsonl", "reward": "answer"}, {"heldout": "c.jsonl"}]
     tables["data"] = {"sources": sources, "prompts_per_step": PROMPTS}
-    assert filtered_by(Config.model_validate(tables), DAPOOptions()) == []
+    assert filtered_by(Config.model_validate(tables), GroupOptions()) == []
     with pytest.raises(ConfigError, match="'length', only of: answer"):
-        filtered_by(Config.model_validate(tables), DAPOOptions(filter_by="length"))
+        filtered_by(Config.model_validate(tables), GroupOptions(filter_by="length"))
 
 
 @pytest.mark.parametrize(
@@ -168,4 +173,81 @@ def test_a_reward_of_which_nothing_says_what_to_filter_by_is_refused(
 ) -> None:
     config = config_of("length", "format", weights={"length": 1, "format": 1})
     with pytest.raises(ConfigError, match=text):
-        check(config, DAPOOptions(**options))
+        check_sampling(config, GroupOptions(max_rounds=10, **options))
+
+
+GROUPED = ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp")
+ROUNDS = ("algorithm.options={max_rounds=5}", "run.evaluate_every=0")
+
+
+def test_without_rounds_all_groups_are_trained_on_and_nothing_is_scored_yet() -> None:
+    task: Any = Task(SAME, MIXED, SAME)
+    made = sample(task, step_of(task), task, task, GroupOptions())
+    assert made.rows == PROMPTS * SAMPLES
+    assert "rewards" not in made
+    assert task.drawn == PROMPTS
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_algorithms_that_compare_groups_train_on_those_that_differ(name: str, tmp_path: Path) -> None:
+    run = simulate(tmp_path, name, *ROUNDS, "run.steps=4", "run.rollouts_every=1")
+    rounds = [int(run.notes.metrics[step]["groups/rounds"]) for step in (1, 2, 3, 4)]
+    generated = [
+        sum(entry.method == "generate_sequences" and entry.step == step for entry in run.log)
+        for step in (1, 2, 3)
+    ]
+    assert generated == rounds[:3], "the last step is evaluated too"
+    assert max(rounds) > 1, "groups are left out"
+    for step in (1, 2, 3, 4):
+        scores = defaultdict(set)
+        for row in run.notes.rollouts_of[step]:
+            scores[row["prompt_number"]].add(row["reward"])
+        assert len(scores) == run.notes.metrics[step]["groups/trained"] == 4
+        assert all(len(of_group) == 2 for of_group in scores.values())
+
+
+def test_grpo_with_the_keys_of_dapo_is_dapo(tmp_path: Path) -> None:
+    keys = (
+        "algorithm.kl_loss_coefficient=0",
+        "algorithm.aggregation='token-mean'",
+        "algorithm.clip_high=0.28",
+    )
+    grpo = simulate(tmp_path, "grpo", "algorithm.options={max_rounds=10}", *keys)
+    assert grpo.states() == simulate(tmp_path, "dapo").states()
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_run_with_rounds_repeats_and_resumes(name: str, tmp_path: Path) -> None:
+    settings = ("algorithm.options={max_rounds=5}", "run.ahead=1", "run.steps=6")
+    whole = simulate(tmp_path, name, *settings, every=2, weather=Weather(seed=3, longest_s=0.002))
+    rest = simulate(tmp_path, name, *settings, every=2, resumed=whole.saver.saved[4])
+    assert rest.states() == whole.states()
+    assert rest.notes.metrics == {step: found for step, found in whole.notes.metrics.items() if step > 4}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_what_a_run_with_rounds_needs_is_foreseen(name: str) -> None:
+    algorithm = find_algorithm(name)
+    config = algorithm.configure(load(QUICKSTARTS / "groups.toml", ("algorithm.options={max_rounds=3}",)))
+    assert algorithm.further_responses(config) == (2 * config.rows_per_step, 0)
+    methods = [call.method for call in record_dataflow(algorithm, config)]
+    assert methods.index("compute_reward") < methods.index("compute_log_prob")
+    assert methods.count("compute_reward") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (("algorithm.options={filter_by='reward'}",), "filter_by: needs max_rounds above 0"),
+        (
+            ("algorithm.options={max_rounds=2}", "rollout.samples_per_prompt=1"),
+            "dynamic sampling .* at least 2",
+        ),
+        (("algorithm.options={max_rounds=2,filter_by='x'}",), "no reward is made of 'x'"),
+    ],
+)
+def test_rounds_that_make_no_sense_are_refused(settings: tuple[str, ...], text: str) -> None:
+    algorithm = find_algorithm("reinforce_pp")
+    config = load(QUICKSTARTS / "groups.toml", ("algorithm.mini_batch_size=8", *settings))
+    with pytest.raises(ConfigError, match=text):
+        algorithm.configure(config)
