@@ -3,7 +3,8 @@ is next; `services.runtime.turn_queue` lets calls wait."""
 
 from __future__ import annotations
 
-import itertools
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlhf.errors import Refused, TooManyCalls
@@ -131,12 +132,15 @@ class TurnOrder:
         return [ticket for known in self._sessions.values() if (ticket := known.ready)]
 
     @property
-    def ready(self) -> list[Ticket]:
+    def ready(self) -> Iterator[Ticket]:
         """Tickets of the waiting calls that may begin now, in the order in which they should: the one that `resume` or
-        `give_way` chose alone; else the next one of each session, and the first unordered one, in the order of their
+        `give_way` chose alone; else the next one of each session, and the unordered ones, in the order of their
         arrival."""
-        candidates = [self._first] if self._first else [*self.heads, *itertools.islice(self._unordered, 1)]
-        return sorted(filter(self.may_begin, candidates), key=lambda ticket: ticket.arrival)
+        if self._running is not None:
+            return iter(())
+        heads = sorted(self.heads, key=_arrival)
+        candidates = [self._first] if self._first else heapq.merge(heads, self._unordered, key=_arrival)
+        return filter(self.may_begin, candidates)
 
     @property
     def missing(self) -> dict[str, int]:
@@ -257,3 +261,7 @@ class TurnOrder:
         else:
             assert self._running is ticket, "another call runs"
             self._running = None
+
+
+def _arrival(ticket: Ticket) -> int:
+    return ticket.arrival
