@@ -396,6 +396,23 @@ def test_a_rank_tells_that_it_stores_rows(monkeypatch: pytest.MonkeyPatch) -> No
     ]  # fmt: skip
 
 
+def test_the_rows_of_a_session_that_begins_again_are_kept() -> None:
+    """A controller ends its session and begins it again, with the same name, on ranks that it could not reach."""
+    store = TensorStore(1 << 16)
+    store.endpoint = Endpoint("here")
+
+    async def main() -> None:
+        queue = CallQueue(Saving(TABLE, Ranks(0, 1, 1)), store, fetch.Fetcher("", []))
+        for name in ("before", "again"):
+            await call(queue, name, 7, sequence=1)
+            assert store.stat().shards == 1
+            queue.sessions.end("")
+            assert store.stat().shards == 0
+
+    asyncio.run(main())
+    store.close()
+
+
 class HeldFetcher(fetch.Fetcher):
     """Hangs on the rows of its first fetch, as on those of a rank that has stopped."""
 

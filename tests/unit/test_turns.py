@@ -133,6 +133,39 @@ def test_a_session_begins_at_one_and_calls_of_one_that_has_ended_have_no_turn(tu
         turns.join("run", 3)
 
 
+@pytest.mark.parametrize("number", [1, 7])
+def test_a_call_of_a_session_that_has_ended_counts_for_no_other_one_of_its_name(
+    turns: TurnOrder, number: int
+) -> None:
+    """A controller begins its session again on ranks that did not answer for a time, perhaps in a call."""
+    for each in range(1, number):
+        run(turns, turns.join("run", each))
+    running = turns.join("run", number)
+    turns.begin(running)
+    turns.end_session("run")
+    turns.begin_session("run")
+    first = turns.join("run", 1)
+    turns.end(running)
+    assert turns.next_of("run") == 1
+    run(turns, first)
+    run(turns, turns.join("run", 2))
+
+
+def test_a_call_of_a_session_that_has_ended_gives_way_for_good_also_where_another_one_has_its_name(
+    turns: TurnOrder,
+) -> None:
+    turns.begin_session("other")
+    mine, theirs = turns.join("run", 1), turns.join("other", 1)
+    turns.begin(mine)
+    turns.await_peers(mine)
+    turns.end_session("run")
+    turns.begin_session("run")
+    turns.give_way(mine, theirs)
+    run(turns, theirs)
+    assert not turns.may_begin(mine)
+    run(turns, turns.join("run", 1))
+
+
 def test_calls_of_two_sessions_run_by_arrival_and_each_session_by_its_numbers(turns: TurnOrder) -> None:
     turns.begin_session("other")
     second = turns.join("run", 2)
