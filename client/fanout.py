@@ -11,6 +11,7 @@ import grpc
 
 from client.outage import is_silence
 from client.rank import WORKER, RankClient
+from client.session import MAX_UINT64, NEXT_START_NS
 from rlhf.contract import Method
 from rlhf.errors import CallCancelled, DeadlineExceeded, PeerFailed, RlhfError, ServiceLost
 from rlhf.v1 import common_pb2, worker_pb2
@@ -38,20 +39,28 @@ class FanOut:
         self._epoch = epoch
         self.service = clients[0].service
         self.state_id = ""
-        self._sent = self._known = 0
+        self._sent = self._known = self._renewals = 0
         self._due: dict[str, float] = {}
         """Deadline of each call without an answer, in the event loop's time, by call id."""
 
     def renew(self, clients: Sequence[RankClient], epoch: int) -> None:
-        """Goes on with the ranks of the service that was started again: `clients` and `epoch` as of the class. The
-        next call is their first; calls under way belong to the ranks before."""
+        """Goes on with the ranks of the service that was started again, or on which the session begins again: `clients`
+        and `epoch` as of the class. The next call is their first; calls under way belong to the ranks before."""
         self.clients[:] = clients
         self._epoch, self._sent, self._known, self.state_id = epoch, 0, 0, ""
+        self._renewals += 1
 
-    def address(self, header: common_pb2.Call, *, beside: bool = False) -> None:
-        """Sets sequence number and epoch in `header`, which must be that of the next call passed to `send`. `beside`:
-        as for `send`."""
+    def address(self, header: common_pb2.Call, started_unix_ns: int, *, beside: bool = False) -> None:
+        """Sets sequence number, epoch and start of the session in `header`, which must be that of the next call passed
+        to `send`.
+
+        Args:
+            started_unix_ns: Start of the session, Unix time in nanoseconds. After `renew` it is later in the header, so
+                that ranks do not take a call from before, with a higher sequence number, for a later one.
+            beside: As for `send`.
+        """
         header.sequence, header.epoch = 0 if beside else self._sent + 1, self._epoch
+        header.session_started_unix_ns = min(started_unix_ns + NEXT_START_NS * self._renewals, MAX_UINT64)
 
     async def send(
         self,

@@ -244,7 +244,7 @@ class Session:
 
     def header(self, step: StepContext, service: str, method: str) -> common_pb2.Call:
         """Returns the header of the next call of a service's method in a step, with a new call id and the step's next
-        ordinal. Its sequence number and epoch are set by `FanOut.address`."""
+        ordinal. Its sequence number and epoch are set by `FanOut.address`, which may also make its start later."""
         return self.headers(step, service, method, 1)[0]
 
     def headers(

@@ -20,7 +20,7 @@ from google.rpc import status_pb2
 
 from client.outage import RETRY_S, Outage, is_break, is_silence
 from rlhf.contract import Method
-from rlhf.errors import DeadlineExceeded, Refused, RlhfError, ServiceLost, from_rpc_error, from_status
+from rlhf.errors import DeadlineExceeded, RlhfError, ServiceLost, UnknownCall, from_rpc_error, from_status
 from rlhf.v1 import worker_pb2
 
 REOPEN_S = 1.0
@@ -242,7 +242,7 @@ class CallStream:
         if message.WhichOneof("result") == "status":
             status = status_pb2.Status.FromString(message.status)
             error = from_status(status, f"{self._who} {call.method.name}")
-            if call.is_late and isinstance(error, Refused):
+            if call.is_late and isinstance(error, UnknownCall):
                 error = self._unanswered(call)  # the rank never received it
             return self._fail(message.number, error)
         response = call.method.response.FromString(message.response)  # type: ignore[attr-defined]

@@ -112,7 +112,7 @@ class GroupCall:
     Attributes:
         callee: The ranks that are called.
         method: The method.
-        header: Header of the requests; sequence number and epoch are set when the call is sent.
+        header: Header of the requests; sequence number, epoch and start of the session are set when the call is sent.
         inputs: Columns that the method reads.
         options: Further fields of the request, by name.
         step: The step that the call belongs to.
@@ -186,7 +186,7 @@ class GroupCall:
     ) -> tuple[Batch, CallRecord]:
         """Sends the requests and waits for the responses; the rest as of `run`."""
         call_id, ranks = self.header.call_id, self.callee.ranks
-        ranks.address(self.header, beside=self.beside)
+        ranks.address(self.header, self.callee.session.claimed_unix_ns, beside=self.beside)
         requests = self._requests(parts, distribution.numbers)
         running[call_id] = RunningCall(self.method.name, self.step.number)
         started = self.callee.session.now()

@@ -180,9 +180,14 @@ class TensorStore(ColumnStore):
             if allocation is not None:
                 self._release(allocation)
 
+    def begin(self, session: str) -> None:
+        """Allows shards of a session, also if one of this name has ended before (`end`)."""
+        with self._lock:
+            self._ended.pop(session, None)
+
     def end(self, session: str) -> None:
         """Releases all shards of a session. Later calls that create shards for it raise Refused, since outputs of its
-        last calls have no reader, until REMEMBERED_SESSIONS more sessions have ended."""
+        last calls have no reader, until `begin`, or until REMEMBERED_SESSIONS more sessions have ended."""
         with self._lock:
             self._ended[session] = None
             while len(self._ended) > REMEMBERED_SESSIONS:

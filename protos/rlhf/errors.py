@@ -4,7 +4,8 @@ RlhfError                      INTERNAL             any failure that no class be
 ├── InvalidRequest             INVALID_ARGUMENT     the request can never succeed as it is
 │   └── ConfigError            INVALID_ARGUMENT     a configuration is invalid; nothing was started
 ├── Refused                    FAILED_PRECONDITION  a valid request that the current state does not allow
-│   └── Restarted              FAILED_PRECONDITION  a service was restarted: it has not what the request names
+│   ├── Restarted              FAILED_PRECONDITION  a service was restarted: it has not what the request names
+│   └── UnknownCall            FAILED_PRECONDITION  a rank is asked for the outcome of a call that it does not know
 ├── NotAuthenticated           UNAUTHENTICATED      a client has no token, or an unknown one
 ├── NotAllowed                 PERMISSION_DENIED    a client's token does not allow the method
 ├── ServiceLost                UNAVAILABLE          a service cannot be reached or died
@@ -85,6 +86,10 @@ class Refused(RlhfError):
 
 class Restarted(Refused):
     """A request that names the state of a process of a service that has ended: the service was restarted since."""
+
+
+class UnknownCall(Refused):
+    """A rank is asked for the outcome of a call that it has not received, or no longer remembers."""
 
 
 class NotAuthenticated(RlhfError):

@@ -17,7 +17,7 @@ from rlhf.v1 import reward_pb2, worker_pb2
 from services.compute.copies import copy_together
 from services.compute.microbatch import MicroBatch, pad
 from services.compute.splitting import cut
-from services.engines.agreement import RunToEnd, all_or_none
+from services.engines.agreement import RunToEnd, all_or_none, takes_effect
 from services.engines.base import HeldTensor, LossFn
 from services.engines.rollback import undo
 from services.models.families import load_classifier
@@ -193,7 +193,8 @@ class LearningRewardWorker(PairRewardWorker):
         gathered = RunToEnd(self.engine.full_tensors(), self.progressed)
         with all_or_none("copying the weights to the scorer", gathered):
             staged = self.scorer.stage_weights(gathered)
-        self.scorer.load_weights(staged)
+        with takes_effect("taking the weights to score with"):
+            self.scorer.load_weights(staged)
 
     def start_over(self) -> None:
         self.engine.onload()

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rlhf.v1 import reward_pb2
 from services.reward.fork_server import Child, ForkServer, described
@@ -25,6 +25,10 @@ from services.reward.scorers.base import Scorer, gave_up_metrics
 from services.reward.scorers.extras import merged
 from services.reward.scorers.side_by_side import score_side_by_side
 from services.runtime.worker import CallContext
+
+LOOK_S = 0.2
+"""Most seconds of a row's time that pass while this process stands still."""
+T = TypeVar("T")
 
 FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 """Return codes of processes that were ended from outside: by the kernel when memory ran out, by a user, or by the end
@@ -39,7 +43,8 @@ class ProcessScorer(Scorer):
         name: Name of the function, as taken by `find_function`.
         options: Keyword arguments of every call.
         processes: Maximum number of processes, which are forked when rows need them.
-        row_timeout_s: Maximum seconds for a row or group, after which its process is killed.
+        row_timeout_s: Maximum seconds for a row or group, after which its process is killed. Time in which this process
+            stands still, as in a container that is paused, does not count.
 
     Raises:
         ConfigError: As raised by `find_function`.
@@ -87,7 +92,7 @@ class ProcessScorer(Scorer):
             )
             return self._errors(f"{event}; the service's log has its last words", rows)
         try:
-            return await asyncio.wait_for(child.score(rows), self._row_timeout_s)
+            return await _within(self._row_timeout_s, child.score(rows))
         except (EOFError, OSError) as error:
             ran_out = isinstance(error, TimeoutError)
             code = await self._drop(slot)
@@ -124,3 +129,20 @@ class ProcessScorer(Scorer):
         """Ends the process of a slot, if any; the next row gets a new one. Returns the result of `Child.end`."""
         child, self._children[slot] = self._children[slot], None
         return await child.end() if child else None
+
+
+async def _within(limit_s: float, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of a coroutine. Raises TimeoutError, after it has ended the coroutine, where that takes more
+    than `limit_s` seconds, of which at most `LOOK_S` pass without a look for its end."""
+    task, left = asyncio.ensure_future(work), limit_s
+    try:
+        while left > 0:
+            step_s = min(left, LOOK_S)
+            if (await asyncio.wait({task}, timeout=step_s))[0]:
+                return task.result()
+            left -= step_s
+        raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from rlhf.errors import CallCancelled, InvalidRequest
+from services.engines.agreement import takes_effect
 from services.engines.base import RejectedGradient, TrainEngine
 from services.engines.rollback import undo
 from services.roles.rejected import RowKeeper
@@ -46,8 +48,9 @@ class Updater:
         rank raises, and weights and optimizer state are as before. Collective.
 
         If there is one mini-batch and the engine's step is atomic, all checks are made before the weights change. Any
-        other update starts with a snapshot, as large as weights and optimizer state, and is undone
-        from it if it fails; a rank that cannot undo it raises OutOfStep, upon which its process exits.
+        other update starts with a snapshot, as large as weights and optimizer state, and is undone from it if it fails.
+        A rank that cannot undo it, or that fails in an atomic step after all checks, raises OutOfStep, upon which its
+        process exits.
 
         Args:
             mini_batches: This rank's part of each mini-batch; equally many on every rank.
@@ -68,7 +71,13 @@ class Updater:
                 rows.fetched.verify()
 
         if len(mini_batches) == 1 and self._engine.step_is_atomic and copy_weights is None:
-            return self._steps(mini_batches, update_loss, call, rows, confirm=verify_together)
+            with ExitStack() as agreed:
+
+                def confirm() -> None:
+                    verify_together()
+                    agreed.enter_context(takes_effect("an optimizer step"))
+
+                return self._steps(mini_batches, update_loss, call, rows, confirm=confirm)
         with self._ranks.together(call.peers_deadline):
             before = self._engine.snapshot()
         try:

@@ -12,7 +12,7 @@ import grpc.aio
 from google.rpc import status_pb2
 
 from rlhf.contract import SERVICES, Method
-from rlhf.errors import InvalidRequest, Refused
+from rlhf.errors import InvalidRequest, UnknownCall
 from rlhf.guard import Guard
 from rlhf.v1 import worker_pb2
 from services.runtime.deadlines import time_to_answer
@@ -121,7 +121,7 @@ class DispatchStream:
             check_name("call.call_id", request.call.call_id)
             call_id = request.call.call_id
             if message.only_known and not self._queue.knows(call_id):
-                raise Refused(f"{method.name}: there is no call {call_id!r}")
+                raise UnknownCall(f"{method.name}: there is no call {call_id!r}")
             return self._queue.start(
                 method, registration, request, time_to_answer(message.timeout_s)
             ), call_id

@@ -190,6 +190,7 @@ class CallQueue:
         self._check(header, beside=beside)
         if header.sequence and header.session not in self.sessions.names:
             self.sessions.open(header)
+            self._store.begin(header.session)
             self._turns.begin_session(header.session)
         self.sessions.noticed(header.session)
         self._check_endpoints(method, request)

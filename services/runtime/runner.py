@@ -231,12 +231,16 @@ class CallRunner:
             self._store.release(header.session)
 
     async def _fetched(self, call: ActiveCall) -> tuple[CallRows, Exception | None]:
-        """Waits for the rows of a call; returns (rows, None), or (NO_ROWS, error) if the fetch failed or was
-        cancelled. A call without rows gives (NO_ROWS, None)."""
+        """Waits for the rows of a call; returns (rows, None), or (NO_ROWS, error) if the fetch failed, was cancelled,
+        or has not ended by the call's deadline, as with a transport that does not keep the earlier deadline it is
+        given. A call without rows gives (NO_ROWS, None)."""
         if call.fetch is None:
             return NO_ROWS, None
-        waited = time.monotonic()
-        await asyncio.wait([call.fetch])
+        waited, name = time.monotonic(), call.method.name
+        done, _ = await asyncio.wait([call.fetch], timeout=max(call.context.deadline - waited, 0))
+        if not done:
+            self.drop_rows(call)
+            return NO_ROWS, DeadlineExceeded(f"{name}: its rows were not there by its deadline")
         if call.fetch.cancelled():
             return NO_ROWS, CallCancelled(f"call {call.call_id} was cancelled while it fetched")
         if error := call.fetch.exception():

@@ -3,7 +3,8 @@ is next; `services.runtime.turn_queue` lets calls wait."""
 
 from __future__ import annotations
 
-import itertools
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlhf.errors import Refused, TooManyCalls
@@ -33,12 +34,17 @@ class Ticket:
 class _Session:
     """The calls of one session: those that wait, by sequence number, and the numbers whose calls will not run.
 
+    Args:
+        began: See Attributes.
+
     Attributes:
         next: Sequence number of the session's next call, from 1.
+        began: Number of calls that had joined when the session began. Earlier ones with its name are of a session that
+            has ended.
     """
 
-    def __init__(self) -> None:
-        self.next = 1
+    def __init__(self, began: int) -> None:
+        self.next, self.began = 1, began
         self.waiting: dict[int, Ticket] = {}
         self.abandoned: set[int] = set()
 
@@ -85,8 +91,8 @@ class TurnOrder:
         self._unordered: dict[Ticket, None] = {}
 
     def begin_session(self, name: str) -> None:
-        """Adds a session, whose sequence numbers start from 1."""
-        self._sessions[name] = _Session()
+        """Adds a session, whose sequence numbers start from 1. One of this name may have ended before."""
+        self._sessions[name] = _Session(self._arrivals)
 
     def end_session(self, name: str) -> None:
         """Removes a session, if it was added: its waiting calls can no longer begin."""
@@ -131,12 +137,15 @@ class TurnOrder:
         return [ticket for known in self._sessions.values() if (ticket := known.ready)]
 
     @property
-    def ready(self) -> list[Ticket]:
+    def ready(self) -> Iterator[Ticket]:
         """Tickets of the waiting calls that may begin now, in the order in which they should: the one that `resume` or
-        `give_way` chose alone; else the next one of each session, and the first unordered one, in the order of their
+        `give_way` chose alone; else the next one of each session, and the unordered ones, in the order of their
         arrival."""
-        candidates = [self._first] if self._first else [*self.heads, *itertools.islice(self._unordered, 1)]
-        return sorted(filter(self.may_begin, candidates), key=lambda ticket: ticket.arrival)
+        if self._running is not None:
+            return iter(())
+        heads = sorted(self.heads, key=_arrival)
+        candidates = [self._first] if self._first else heapq.merge(heads, self._unordered, key=_arrival)
+        return filter(self.may_begin, candidates)
 
     @property
     def missing(self) -> dict[str, int]:
@@ -170,8 +179,7 @@ class TurnOrder:
     def end(self, ticket: Ticket) -> None:
         """Notes that this call, which runs or waits for the other ranks, has ended, so that the next one may begin."""
         self._stop(ticket)
-        known = self._sessions.get(ticket.session)
-        if ticket.number and known is not None:
+        if known := self._session_of(ticket):
             known.next = max(known.next, ticket.number + 1)
             known.skip_abandoned()
 
@@ -192,7 +200,7 @@ class TurnOrder:
         another session the next one to begin. No effect on the order if `to` is no longer the waiting next call of its
         session."""
         self._stop(ticket)
-        if known := self._sessions.get(ticket.session):
+        if known := self._session_of(ticket):
             known.waiting[ticket.number] = ticket
         self._first = to if to in self.heads else None
 
@@ -220,8 +228,15 @@ class TurnOrder:
 
     @property
     def _active(self) -> list[tuple[str, int]]:
-        """Session and sequence number of the call that runs, and of the one that waits for the other ranks."""
-        return [(ticket.session, ticket.number) for ticket in (self._running, self._at_barrier) if ticket]
+        """Session and sequence number of the call that runs, and of the one that waits for the other ranks, as far as
+        they are calls of sessions that have not ended."""
+        tickets = (self._running, self._at_barrier)
+        return [(ticket.session, ticket.number) for ticket in tickets if ticket and self._session_of(ticket)]
+
+    def _session_of(self, ticket: Ticket) -> _Session | None:
+        """Returns the session of an ordered call; None where it has ended, also if another one has its name."""
+        known = self._sessions.get(ticket.session) if ticket.number else None
+        return known if known and ticket.arrival > known.began else None
 
     def _checked(self, session: str, number: int) -> _Session:
         """Returns the session of an ordered call; raises as `join` if a call with this number may not join."""
@@ -257,3 +272,7 @@ class TurnOrder:
         else:
             assert self._running is ticket, "another call runs"
             self._running = None
+
+
+def _arrival(ticket: Ticket) -> int:
+    return ticket.arrival

@@ -40,6 +40,8 @@ def obey(prompt: str, response: str, ground_truth: str, metadata: Mapping[str, A
             return os.getpid()
         case "take a while":
             time.sleep(1.5)
+        case "take a moment":
+            time.sleep(0.5)
         case "spin":
             # Type checkers compute a literal 9**9**9, too.
             return pow(9, 9**9)

@@ -133,7 +133,7 @@ class SimulatedRanks:
         self.is_lost, self.epoch = False, self.epoch + 1
         return True
 
-    def address(self, header: Any, *, beside: bool = False) -> None:
+    def address(self, header: Any, started_unix_ns: int, *, beside: bool = False) -> None:
         """Numbers are not looked at: the lock of `send` keeps the order."""
 
     async def send(

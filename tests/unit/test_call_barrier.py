@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from client.fanout import FanOut
+from client.rank import RankClient
 from rlhf.contract import group_methods
 from rlhf.errors import OutOfStep, PeerFailed, Refused
 from rlhf.v1 import common_pb2, worker_pb2
@@ -119,6 +122,32 @@ def test_a_peer_at_a_call_before_one_that_was_given_up_is_told_at_once() -> None
             PeerFailed, match="rank 1 has not received this call and is at a later call of the session"
         ):
             await meeting
+
+    asyncio.run(main())
+
+
+def test_a_session_that_begins_again_on_the_ranks_does_not_meet_its_calls_of_before() -> None:
+    """One rank was cut off while its peer waited for it at call 5. The controller ends the session and begins it again,
+    later, as the headers of its calls say."""
+
+    async def main() -> None:
+        ranks = HandRanks()
+        fan_out = FanOut([cast(RankClient, SimpleNamespace(service="reward"))], 1)
+        before, again = (common_pb2.Call(session="run") for _ in range(2))
+        started = time.time_ns()
+        fan_out.address(before, started)
+        fan_out.renew(fan_out.clients, 1)
+        fan_out.address(again, started)
+        old, note = (note_of(METHOD, worker_pb2.OffloadRequest(call=each)) for each in (before, again))
+        barrier = CallBarrier(cast(Any, ranks), lambda why: pytest.fail(why))
+        meeting = asyncio.create_task(barrier.meet(note, asyncio.Event(), time.monotonic() + 20))
+        await soon()
+        ranks.rounds[0].end([*old[:2], 5.0, old[3]])
+        await soon()
+        ranks.rounds[1].end([0.0, 0.0])
+        await soon()
+        ranks.rounds[2].end(note)
+        assert await meeting == note
 
     asyncio.run(main())
 

@@ -15,7 +15,7 @@ import pytest
 from client import outage, stream
 from client.rank import RankClient
 from rlhf.contract import SERVICES
-from rlhf.errors import STATUS_KEY, DeadlineExceeded, Refused, RlhfError, ServiceLost, to_status
+from rlhf.errors import STATUS_KEY, DeadlineExceeded, Refused, RlhfError, ServiceLost, UnknownCall, to_status
 from rlhf.v1 import common_pb2, worker_pb2
 
 DISPATCH = SERVICES["worker"]["Dispatch"]
@@ -241,13 +241,31 @@ def test_a_call_without_an_outcome_was_not_answered_in_time(
         for _ in range(2):
             message = await read_call(context)
         if not is_known:
-            status = to_status(Refused("there is no call 'a'"), {}).SerializeToString()
+            status = to_status(UnknownCall("there is no call 'a'"), {}).SerializeToString()
             await context.write(worker_pb2.DispatchResponse(number=message.number, status=status))
         await context.read()
 
     async def main() -> None:
         async with rank(handler) as made:
             with pytest.raises(DeadlineExceeded, match=r"Synchronize: no answer within 0\.2 s"):
+                await start(made, timeout_s=0.2)
+
+    run(main())
+
+
+def test_a_call_that_is_refused_after_its_deadline_says_so() -> None:
+    """A run that was superseded then has not lost a service: it must not be restarted (`Restarts`)."""
+
+    async def handler(_: Any, context: Any) -> None:
+        for _ in range(2):
+            message = await read_call(context)
+        status = to_status(Refused("session 'run' was superseded"), {}).SerializeToString()
+        await context.write(worker_pb2.DispatchResponse(number=message.number, status=status))
+        await context.read()
+
+    async def main() -> None:
+        async with rank(handler) as made:
+            with pytest.raises(Refused, match="Synchronize: session 'run' was superseded"):
                 await start(made, timeout_s=0.2)
 
     run(main())

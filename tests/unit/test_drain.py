@@ -103,7 +103,9 @@ def test_a_session_ends_some_time_after_its_last_stream_has_closed(monkeypatch: 
 
     async def main() -> None:
         ended: asyncio.Queue[str] = asyncio.Queue()
-        store = cast(Any, SimpleNamespace(end=ended.put_nowait, release=lambda session: 0))
+        store = cast(
+            Any, SimpleNamespace(begin=lambda name: None, end=ended.put_nowait, release=lambda session: 0)
+        )
         worker = Waiting(TABLE, cast(Any, Ranks(0, 1, 1)))
         queue = CallQueue(worker, store, NOTHING)
         method = group_methods("reward")["save_checkpoint"]

@@ -25,7 +25,7 @@ from nccl_transfer.refs.shards import Endpoint
 from nccl_transfer.rows import FetchedRows
 from nccl_transfer.store.store import Lease, TensorStore
 from rlhf.contract import group_methods
-from rlhf.errors import CallCancelled, InvalidRequest, OutOfStep, Refused
+from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, OutOfStep, Refused
 from rlhf.v1 import common_pb2, worker_pb2
 from services.engines.base import EngineOffloaded
 from services.models.tokenizers import vocabulary_hash
@@ -156,20 +156,25 @@ class WatchedFetcher(fetch.Fetcher):
         return rows
 
 
-async def call(queue: CallQueue, call_id: str, number: int, *, sequence: int = 0) -> Any:
+async def call(
+    queue: CallQueue, call_id: str, number: int, *, sequence: int = 0, timeout_s: float = 10
+) -> Any:
     """The response to a call with one row of one number; raises what the call fails with."""
     column = LocalColumn(Jagged(np.array([number]), np.array([1])))
-    return await call_with(queue, call_id, column, sequence=sequence)
+    return await call_with(queue, call_id, column, sequence=sequence, timeout_s=timeout_s)
 
 
-async def call_with(queue: CallQueue, call_id: str, prompt_ids: Column, *, sequence: int = 0) -> Any:
+async def call_with(
+    queue: CallQueue, call_id: str, prompt_ids: Column, *, sequence: int = 0, timeout_s: float = 10
+) -> Any:
     """The response to a call with this column; raises what the call fails with."""
     method = group_methods("reference")["compute_ref_log_prob"]
     batch = Batch(prompt_ids.rows, {"prompt_ids": prompt_ids})
     request = cast(Any, method.request)(
         call=common_pb2.Call(call_id=call_id, sequence=sequence), batch=wire.to_proto(batch), temperature=1.0
     )
-    return await queue.start(method, cast(Any, Reference.compute_ref_log_prob).registration, request, 10)
+    registration = cast(Any, Reference.compute_ref_log_prob).registration
+    return await queue.start(method, registration, request, timeout_s)
 
 
 def test_results_are_remembered_up_to_a_size_and_the_newest_always(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,6 +401,23 @@ def test_a_rank_tells_that_it_stores_rows(monkeypatch: pytest.MonkeyPatch) -> No
     ]  # fmt: skip
 
 
+def test_the_rows_of_a_session_that_begins_again_are_kept() -> None:
+    """A controller ends its session and begins it again, with the same name, on ranks that it could not reach."""
+    store = TensorStore(1 << 16)
+    store.endpoint = Endpoint("here")
+
+    async def main() -> None:
+        queue = CallQueue(Saving(TABLE, Ranks(0, 1, 1)), store, fetch.Fetcher("", []))
+        for name in ("before", "again"):
+            await call(queue, name, 7, sequence=1)
+            assert store.stat().shards == 1
+            queue.sessions.end("")
+            assert store.stat().shards == 0
+
+    asyncio.run(main())
+    store.close()
+
+
 class HeldFetcher(fetch.Fetcher):
     """Hangs on the rows of its first fetch, as on those of a rank that has stopped."""
 
@@ -419,6 +441,24 @@ def test_a_cancelled_call_whose_fetch_hangs_holds_up_no_call_behind_it() -> None
         await asyncio.to_thread(fetcher.begun.wait, 20)
         assert queue.cancel("hanging")
         with pytest.raises(CallCancelled):
+            await hanging
+        assert (await behind).outcome.metrics["sum"].sum == 7.0
+        fetcher.released.set()
+        await queue.drain()
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+
+
+def test_a_transport_that_keeps_no_deadline_holds_up_its_call_until_the_deadline_alone() -> None:
+    fetcher = HeldFetcher()
+
+    async def main() -> None:
+        queue = CallQueue(Reference(TABLE, Ranks(0, 1, 1)), TensorStore(1 << 16), fetcher)
+        hanging = asyncio.ensure_future(call(queue, "hanging", 7, sequence=1, timeout_s=0.3))
+        behind = asyncio.ensure_future(call(queue, "behind", 7, sequence=2))
+        with pytest.raises(
+            DeadlineExceeded, match="ComputeRefLogProb: its rows were not there by its deadline"
+        ):
             await hanging
         assert (await behind).outcome.metrics["sum"].sum == 7.0
         fetcher.released.set()

@@ -146,6 +146,26 @@ def test_a_rank_that_cannot_undo_an_update_holds_no_state_that_has_an_id_and_lea
     assert critic.state_id == ""
 
 
+@pytest.mark.parametrize("engine", ["fsdp", "3d"])
+def test_a_rank_that_fails_in_a_step_that_all_have_agreed_on_holds_no_state_that_has_an_id_and_leaves(
+    engine: str, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its peers have made the step, and it a part of it: neither goes on, nor passes for the state from before."""
+    critic = make_critic(tiny_llama_dir, engine)
+    take_step = ShardedEngine._take_step
+
+    def fail(self: ShardedEngine, lr: float) -> None:
+        take_step(self, lr)
+        raise RuntimeError("the device has failed")
+
+    monkeypatch.setattr(ShardedEngine, "_take_step", fail)
+    with pytest.raises(
+        OutOfStep, match=r"rank 0 failed alone in an optimizer step, .* the device has failed"
+    ):
+        update(critic, make_rows())
+    assert critic.state_id == ""
+
+
 def test_a_single_step_without_a_snapshot_gives_the_bits_of_one_with_it(
     critic: CriticWorker, monkeypatch: pytest.MonkeyPatch
 ):

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.rows import FetchedRows
-from rlhf.errors import CallCancelled, ConfigError, CorruptWeights, InvalidRequest, RlhfError
+from rlhf.errors import CallCancelled, ConfigError, CorruptWeights, InvalidRequest, OutOfStep, RlhfError
 from rlhf.v1 import common_pb2, reward_pb2, worker_pb2
 from services.compute import matmul
 from services.models.families import load_classifier
@@ -242,6 +242,21 @@ def test_weights_that_cannot_be_gathered_end_the_rank_instead_of_leaving_its_pee
     monkeypatch.setattr(worker.engine, "full_tensors", gather)
     with pytest.raises(FailedAlone, match="a collective failed"):
         worker.copy_weights()
+
+
+def test_a_rank_whose_scorer_alone_cannot_take_the_new_weights_leaves(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its peers score with the new weights."""
+    worker = make_learner(directory)
+
+    def fail(staged: object) -> None:
+        raise RuntimeError("the device has failed")
+
+    monkeypatch.setattr(worker.scorer, "load_weights", fail)
+    with pytest.raises(OutOfStep, match="rank 0 failed alone in taking the weights to score with"):
+        update(worker)
+    assert worker.state_id == ""
 
 
 def test_pairs_of_token_ids_end_as_the_responses_of_their_row_do(directory: Path) -> None:

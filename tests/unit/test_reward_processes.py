@@ -3,11 +3,12 @@ over a response has found it wrong."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,8 @@ from python_path import python_path
 from rlhf.errors import CallCancelled, DeadlineExceeded
 from rlhf.v1 import common_pb2, reward_pb2
 from services.reward import fork_server
+from services.reward.fork_server import Child
+from services.reward.loaded import Scored
 from services.reward.processes import ProcessScorer
 from services.reward.worker import make_scorer
 from services.runtime.worker import CallContext
@@ -199,6 +202,27 @@ def test_a_killed_process_is_replaced_by_a_fork_and_so_at_once(verifier: Process
     verifier.score_texts(rows("crash", "crash"), call())
     (after,) = verifier.score_texts(rows("pid"), call())
     assert psutil.Process(int(after.score)).ppid() == server
+
+
+def test_a_service_that_stands_still_finds_no_response_wrong_by_that(
+    verifier: ProcessScorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of a container that is paused, whose verifier stands still too."""
+    score = Child.score
+
+    def stand_still(child: psutil.Process) -> None:
+        child.suspend()
+        time.sleep(2 * ROW_TIMEOUT_S)
+        child.resume()
+
+    async def score_beside(self: Child, rows: Sequence[reward_pb2.TextRow]) -> Scored:
+        asyncio.get_running_loop().call_later(0.1, stand_still, psutil.Process(self._pid))
+        return await score(self, rows)
+
+    monkeypatch.setattr(Child, "score", score_beside)
+    (verdict,) = verifier.score_texts(rows("take a moment"), call())
+    assert verdict.score == len("take a moment")
+    assert verifier.metrics == {"gave_up": (0.0, 1.0)}
 
 
 def test_where_the_fork_server_is_killed_a_row_fails_and_then_there_is_another(path: None) -> None:

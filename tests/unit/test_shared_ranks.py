@@ -143,7 +143,12 @@ class Service:
     """Ranks of a service that several sessions share, and the calls that they were sent."""
 
     def __init__(self, size: int, fetches: Any = None) -> None:
-        store = cast(Any, SimpleNamespace(endpoint=None, end=lambda name: None, release=lambda name: None))
+        store = cast(
+            Any,
+            SimpleNamespace(
+                endpoint=None, begin=lambda name: None, end=lambda name: None, release=lambda name: None
+            ),
+        )
         shared = AllRounds()
         self.ranks = [SimulatedRanks(rank, size, epoch=1, all_rounds=shared) for rank in range(size)]
         self.workers = [Recorder(ranks) for ranks in self.ranks]

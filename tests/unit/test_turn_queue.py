@@ -186,6 +186,22 @@ def test_a_call_that_does_not_wait_for_its_turn_yet_does_not_hold_up_another_ses
     in_a_loop(test)
 
 
+def test_an_unordered_call_that_does_not_wait_for_its_turn_yet_does_not_hold_up_another_one() -> None:
+    """The rows of the first are still fetched, perhaps from a rank that has died."""
+
+    async def test(queue: TurnQueue) -> None:
+        running, _, behind = (queue.join("", 0) for _ in range(3))
+        assert queue.begin_at_once(running)
+        waiting = asyncio.create_task(queue.begin(behind, time.monotonic() + 20, nothing))
+        await soon()
+        queue.end(running)
+        await soon()
+        assert waiting.done()
+        queue.end(behind)
+
+    in_a_loop(test)
+
+
 def test_a_call_that_gives_way_waits_again() -> None:
     async def test(queue: TurnQueue) -> None:
         queue.begin_session("other")
