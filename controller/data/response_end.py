@@ -27,6 +27,7 @@ def response_end(config: Config) -> str:
         known = eos_ids(chat, directory)
     except ConfigError:  # a tokenizer without a model
         known = set()
+    known |= set(config.rollout.stop_token_ids)
     try:
         end = chat.end_of_response(known)
         return "" if end == chat.eos_token else end

@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
@@ -37,7 +47,7 @@ from services.rollout.base import (
     SamplingOptions,
 )
 from services.rollout.factory import make_rollout
-from services.rollout.sampling import log_distribution, row_seeds
+from services.rollout.sampling import row_seeds
 from services.rollout.stops import StopStrings
 from services.testing.single_rank import single_rank
 from settings.actor import ActorTable
@@ -65,6 +75,26 @@ def plain_logits(model: PreTrainedModel, prompt: list[int], response: list[int])
     """Returns the logits of the positions that predict a response's tokens, [tokens, V], from one forward pass of
     plain transformers over this row alone, without a cache."""
     return model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+
+
+def plain_log_probs(
+    model: PreTrainedModel, prompt: list[int], response: list[int], options: SamplingOptions
+) -> Tensor:
+    """Returns the log-probabilities of all tokens under the distribution that each token of a response is drawn from,
+    [tokens, V] float64, by transformers' processors of logits, in the order of vLLM."""
+    processors = LogitsProcessorList()
+    if options.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
+    if not options.greedy:
+        processors.append(TemperatureLogitsWarper(float(options.temperature)))
+        processors.append(MinPLogitsWarper(options.min_p))
+        if options.top_k:
+            processors.append(TopKLogitsWarper(options.top_k))
+        processors.append(TopPLogitsWarper(options.top_p))
+    logits_NV: Any = plain_logits(model, prompt, response).double()
+    contexts: list[Any] = [torch.tensor([prompt + response[:n]]) for n in range(len(response))]
+    rows: list[Any] = [processors(ids, logits_NV[n : n + 1].clone()) for n, ids in enumerate(contexts)]
+    return torch.cat(rows).log_softmax(dim=-1)
 
 
 def spell(rows: list[list[int]]) -> list[str]:
@@ -286,8 +316,34 @@ class RolloutResponses:
             expected = log_probs.gather(1, response[:, None])[:, 0]
             torch.testing.assert_close(generation.log_probs.row(i).double(), expected, atol=PARITY, rtol=0)
 
+    @pytest.mark.parametrize("penalty", [1.8, 0.6])
+    def test_greedy_takes_the_most_probable_token_after_the_repetition_penalty(
+        self, penalty: float, engine: RolloutEngine, model: PreTrainedModel
+    ) -> None:
+        options = SamplingOptions(max_new_tokens=12, eos_ids=EOS, greedy=True, repetition_penalty=penalty)
+        generation = engine.generate(PROMPTS, options, SEEDS)
+        for i, prompt in enumerate(PROMPTS):
+            response = generation.responses.row(i)
+            log_probs = plain_log_probs(model, prompt, response.tolist(), options)
+            assert response.tolist() == log_probs.argmax(dim=-1).tolist()
+            expected = log_probs.gather(1, response[:, None])[:, 0]
+            torch.testing.assert_close(generation.log_probs.row(i).double(), expected, atol=PARITY, rtol=0)
+        without = engine.generate(PROMPTS, replace(options, repetition_penalty=1.0), SEEDS)
+        assert without.responses.tolist() != generation.responses.tolist()
+
     @pytest.mark.parametrize(
-        "drawing", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.9}]
+        "drawing",
+        [
+            {},
+            {"temperature": 0.7},
+            {"top_k": 5},
+            {"top_p": 0.8},
+            {"top_k": 20, "top_p": 0.9},
+            {"min_p": 0.1},
+            {"min_p": 0.1, "temperature": 2.0, "top_k": 30, "top_p": 0.8},
+            {"repetition_penalty": 1.5},
+            {"repetition_penalty": 0.7, "min_p": 0.05, "temperature": 0.9},
+        ],
     )
     def test_log_probs_are_those_of_the_distribution_that_was_sampled(
         self, engine: RolloutEngine, model: PreTrainedModel, drawing: dict[str, Any]
@@ -297,20 +353,22 @@ class RolloutResponses:
         generation = engine.generate(PROMPTS * 4, options, row_seeds(1, 0, "g", np.arange(4 * len(PROMPTS))))
         for i, prompt in enumerate(PROMPTS * 4):
             response = generation.responses.row(i)
-            distribution = log_distribution(plain_logits(model, prompt, response.tolist()), options)
+            distribution = plain_log_probs(model, prompt, response.tolist(), options)
             expected = distribution.gather(1, response[:, None])[:, 0]
-            torch.testing.assert_close(generation.log_probs.row(i), expected, atol=PARITY, rtol=0)
+            torch.testing.assert_close(generation.log_probs.row(i).double(), expected, atol=PARITY, rtol=0)
 
+    @pytest.mark.parametrize(
+        "truncation", [{"top_k": 20, "top_p": 0.9}, {"min_p": 0.02}], ids=["top k and p", "min p"]
+    )
     def test_what_is_drawn_follows_the_distribution(
-        self, engine: RolloutEngine, model: PreTrainedModel
+        self, truncation: dict[str, Any], engine: RolloutEngine, model: PreTrainedModel
     ) -> None:
         self.needs_sampling()
         num_rows = 5_000
-        options = SamplingOptions(max_new_tokens=1, temperature=0.8, top_k=20, top_p=0.9)
+        options = SamplingOptions(max_new_tokens=1, temperature=0.8, **truncation)
         seeds = row_seeds(3, 0, "generate", np.arange(num_rows))
         drawn = engine.generate([[1, 10, 11]] * num_rows, options, seeds).responses.values
-        distribution = log_distribution(plain_logits(model, [1, 10, 11], [0]), options)[0]
-        expected = num_rows * distribution.double().exp()
+        expected = num_rows * plain_log_probs(model, [1, 10, 11], [0], options)[0].exp()
         counts = torch.bincount(drawn, minlength=VOCABULARY)
         assert counts[expected == 0].sum() == 0
         kept = expected > 5
