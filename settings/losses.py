@@ -122,7 +122,7 @@ class PolicyLossTable(LossTable):
     """Correction for the difference between the probabilities of the training engine and those that the rollout
     engine sampled with: the loss is weighted by their ratio. truncate bounds the ratio from above; mask replaces
     ratios that are out of bounds by 0; taper bounds it by 1, and is 1 where the advantage is not negative. Cannot be
-    combined with rollout.top_k or rollout.top_p."""
+    combined with rollout.top_k, rollout.top_p or rollout.min_p."""
     rollout_correction_level: Literal["token", "sequence"] = "token"
     """Level of the ratio of the rollout correction: one per token, or one per response."""
     rollout_correction_low: NotNegative = 0.5

@@ -25,6 +25,7 @@ from settings.values import ValuesTable
 
 Services = Mapping[str, ServiceTable]
 """Tables of the services of a run, by name."""
+_TRUNCATING = "rollout.top_k, rollout.top_p or rollout.min_p"
 
 
 def check_pools(services: Services, pools: Mapping[str, Sequence[str]]) -> None:
@@ -147,7 +148,7 @@ def check_kl(algorithm: AlgorithmTable, rows_per_step: int) -> None:
 
 def check_correction(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
     """Raises ValueError where `rollout_correction` is on, but the training engine does not recompute log-probabilities
-    or top_k or top_p truncate sampling."""
+    or top_k, top_p or min_p truncate sampling."""
     if algorithm.rollout_correction == "none":
         return
     if not algorithm.recompute_log_probs:
@@ -157,15 +158,15 @@ def check_correction(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
         )
     if rollout.truncates:
         raise ValueError(
-            "algorithm.rollout_correction: does not go with rollout.top_k or rollout.top_p: the rollout's "
+            f"algorithm.rollout_correction: does not go with {_TRUNCATING}: the rollout's "
             "log-probabilities are those of the truncated distribution, so that the ratio to the training engine's "
             "would be the probability that truncation kept, at every token"
         )
 
 
 def check_drift(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
-    """Raises ValueError where `max_log_prob_drift` is not 0 and either `recompute_log_probs` is false, or top_k or
-    top_p truncate sampling."""
+    """Raises ValueError where `max_log_prob_drift` is not 0 and either `recompute_log_probs` is false, or top_k,
+    top_p or min_p truncate sampling."""
     if not algorithm.max_log_prob_drift:
         return
     if not algorithm.recompute_log_probs:
@@ -174,7 +175,7 @@ def check_drift(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
         )
     if rollout.truncates:
         raise ValueError(
-            "algorithm.max_log_prob_drift: does not go with rollout.top_k or rollout.top_p: the rollout's "
+            f"algorithm.max_log_prob_drift: does not go with {_TRUNCATING}: the rollout's "
             "log-probabilities are those of the truncated distribution, the training engine's are not"
         )
 
@@ -233,10 +234,10 @@ def check_sampling(data: DataTable, rollout: RolloutTable, services: Services) -
 
 
 def check_truncation(algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
-    """Raises ValueError where top_k or top_p truncate sampling and `recompute_log_probs` is false."""
+    """Raises ValueError where top_k, top_p or min_p truncate sampling and `recompute_log_probs` is false."""
     if rollout.truncates and not algorithm.recompute_log_probs:
         raise ValueError(
-            "algorithm.recompute_log_probs: must be true with rollout.top_k or rollout.top_p: the rollout's "
+            f"algorithm.recompute_log_probs: must be true with {_TRUNCATING}: the rollout's "
             "log-probabilities are those of the truncated distribution, the update's are not"
         )
 
@@ -313,8 +314,8 @@ def check_environment(rollout: RolloutTable) -> None:
 
 def check_ahead(run: RunTable, algorithm: AlgorithmTable, rollout: RolloutTable) -> None:
     """Raises ValueError where steps overlap (`run.ahead`), and the update would not know the policy that it clips
-    around or the one that generated the rows: log-probabilities are not recomputed, or top_k or top_p truncate
-    sampling; or where `max_log_prob_drift` would compare two versions of the policy."""
+    around or the one that generated the rows: log-probabilities are not recomputed, or top_k, top_p or min_p
+    truncate sampling; or where `max_log_prob_drift` would compare two versions of the policy."""
     if not run.ahead:
         return
     if not algorithm.recompute_log_probs:
@@ -324,7 +325,7 @@ def check_ahead(run: RunTable, algorithm: AlgorithmTable, rollout: RolloutTable)
         )
     if rollout.truncates:
         raise ValueError(
-            f"run.ahead: {run.ahead} does not go with rollout.top_k or rollout.top_p: the rollout's log-probabilities "
+            f"run.ahead: {run.ahead} does not go with {_TRUNCATING}: the rollout's log-probabilities "
             "are those of the truncated distribution, so that the update could not be corrected for older weights"
         )
     if algorithm.max_log_prob_drift:

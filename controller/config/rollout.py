@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from settings.engines import LOWEST_TEMPERATURE
 from settings.generation import RESPONSE_TOKENS
-from settings.strict import Positive, Seconds, Strict
+from settings.strict import Fraction, Positive, Seconds, Strict
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class EnvironmentTable(Strict):
@@ -44,6 +46,11 @@ class EvaluationTable(Strict):
     """Samples from the k most probable tokens. 0: from all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Samples from the smallest set of tokens whose probabilities sum to at least top_p."""
+    min_p: Fraction = 0.0
+    """Samples from the tokens that are at least min_p times as probable as the most probable one. 0: from all."""
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """Divides the logits of tokens that the prompt or the response contains where they are positive, and multiplies
+    them where they are negative; also with temperature 0. 1: none. For evaluations alone: see docs/rollout.md."""
     solved_at: float = 1.0
     """Lowest score of a response that solves its prompt, for pass@k."""
 
@@ -63,9 +70,9 @@ class EvaluationTable(Strict):
             raise ValueError(
                 f"temperature: 0, or at least {LOWEST_TEMPERATURE:g} (given: {self.temperature:g})"
             )
-        if self.is_greedy and (self.samples > 1 or self.top_k or self.top_p < 1):
+        if self.is_greedy and (self.samples > 1 or self.top_k or self.top_p < 1 or self.min_p):
             raise ValueError(
-                "temperature: 0 takes the most probable token; samples, top_k and top_p need one above 0"
+                "temperature: 0 takes the most probable token; samples, top_k, top_p and min_p need one above 0"
             )
         return self
 
@@ -82,11 +89,16 @@ class RolloutTable(Strict):
     top_k: int = Field(default=0, ge=0)
     """Samples from the k most probable tokens. 0: from all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Samples from the smallest set of tokens whose probabilities sum to at least top_p. With top_k or top_p, KL
-    estimates are biased: they average over the truncated distribution, and not over the policy's."""
+    """Samples from the smallest set of tokens whose probabilities sum to at least top_p. With top_k, top_p or min_p,
+    KL estimates are biased: they average over the truncated distribution, and not over the policy's."""
+    min_p: Fraction = 0.0
+    """Samples from the tokens that are at least min_p times as probable as the most probable one. 0: from all."""
     stop: tuple[str, ...] = ()
     """Stop strings: texts that end a response beside the EOS token, for example `["\\n\\n"]`. The token that
     completes one stays in the response's ids; its text ends before the stop string."""
+    stop_token_ids: tuple[TokenId, ...] = ()
+    """Ids of further tokens that end a response as the EOS token does, also in evaluations. They stay in the response;
+    the text of special tokens is left out of its text."""
 
     segments: Positive = 1
     """Number of calls that generate a response, in as many steps one after another, each with the weights of its time.
@@ -105,8 +117,8 @@ class RolloutTable(Strict):
 
     @property
     def truncates(self) -> bool:
-        """Whether top_k or top_p truncate the distribution that tokens are sampled from."""
-        return bool(self.top_k) or self.top_p < 1
+        """Whether top_k, top_p or min_p truncate the distribution that tokens are sampled from."""
+        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
 
     @model_validator(mode="after")
     def _check(self) -> RolloutTable:

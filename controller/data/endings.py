@@ -15,11 +15,11 @@ from settings.generation import GeneratingTable
 def messages_without_end(
     config: Config, data: tuple[PromptData, PromptData], columns: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yields a line for each service that generates responses to conversations with a model among whose EOS tokens is
-    none of the special tokens with which the chat template ends a message of the assistant, so that responses go on.
-    Where an algorithm learns from responses of the data, the line is of each actor, whose model learns this end, or it
-    is that this end cannot be found. A model whose files this host cannot read passes, and so does a template that ends
-    messages without a special token.
+    """Yields a line for each service that generates responses to conversations with a model among whose EOS tokens, and
+    in `rollout.stop_token_ids`, is none of the special tokens with which the chat template ends a message of the
+    assistant, so that responses go on. Where an algorithm learns from responses of the data, the line is of each
+    actor, whose model learns this end, or it is that this end cannot be found. A model whose files this host cannot
+    read passes, and so does a template that ends messages without a special token.
 
     Args:
         config: Configuration of the run.
@@ -45,7 +45,7 @@ def messages_without_end(
         own = chat if directory == config.tokenizer else Chat(directory)
         try:
             ends = {token: own.token_id(token) for token in learned}
-            known = eos_ids(own, directory)
+            known = eos_ids(own, directory) | (set() if columns else set(config.rollout.stop_token_ids))
         except ConfigError:
             continue
         # A model without any EOS token is told by `responses_without_end`.
@@ -54,5 +54,5 @@ def messages_without_end(
             yield (
                 f"services.{name}.model: the chat template ends a message of the assistant with {token!r}, which is no "
                 f"EOS token of the model, so responses go on after it; add its id, {number}, to eos_token_id in "
-                f"{directory / GENERATION_CONFIG}"
+                f"{directory / GENERATION_CONFIG}{'' if columns else ', or to rollout.stop_token_ids'}"
             )

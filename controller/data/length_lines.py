@@ -84,8 +84,8 @@ def responses_cut(config: Config, data: tuple[PromptData, PromptData], columns: 
 def responses_without_end(
     config: Config, columns: Sequence[str], services: Mapping[str, worker_pb2.DescribeResponse]
 ) -> Iterator[str]:
-    """Yields a line for each service that generates with a model without an EOS token; none where stop strings end
-    responses.
+    """Yields a line for each service that generates with a model without an EOS token; none where stop strings or
+    stop_token_ids end responses.
 
     Args:
         config: Configuration of the run.
@@ -93,8 +93,9 @@ def responses_without_end(
         services: Responses of the services to Describe, by name.
     """
     for name, description in services.items():
-        if description.lacks_eos and not columns and not config.rollout.stop:
+        rollout = config.rollout
+        if description.lacks_eos and not (columns or rollout.stop or rollout.stop_token_ids):
             yield (
                 f"services.{name}.model has no EOS token, neither in its tokenizer nor in its generation config, so "
-                f"each response has rollout.max_response_tokens, {config.rollout.max_response_tokens}, tokens"
+                f"each response has rollout.max_response_tokens, {rollout.max_response_tokens}, tokens"
             )

@@ -47,7 +47,7 @@ class TemplateEnds:
 
     @cached_property
     def _tokens(self) -> tuple[Chat, set[int]]:
-        """The chat template and tokenizer of the run, and the ids of the EOS tokens of its model."""
+        """The chat template and tokenizer of the run, and the ids of the tokens that end responses."""
         directory = self._config.tokenizer
         assert directory is not None, "a message was rendered"
         return _tokens_of(self._config, directory)
@@ -69,13 +69,14 @@ def response_end(config: Config) -> str:
 
 
 def _tokens_of(config: Config, directory: Path) -> tuple[Chat, set[int]]:
-    """Returns chat template and tokenizer of a directory, and the ids of the EOS tokens of its model; none where it has
-    a tokenizer alone."""
+    """Returns chat template and tokenizer of a directory, and the ids of the tokens that end responses: the EOS tokens
+    of its model, none where it has a tokenizer alone, and `rollout.stop_token_ids`."""
     chat = Chat(directory, options=config.data.chat_options)
+    stops = set(config.rollout.stop_token_ids)
     try:
-        return chat, eos_ids(chat, directory)
+        return chat, eos_ids(chat, directory) | stops
     except ConfigError:
-        return chat, set()
+        return chat, stops
 
 
 def eos_ids(chat: Chat, directory: Path) -> set[int]:

@@ -92,7 +92,9 @@ class Rollout:
         rows' source, with weights of one version; else as `generate_sequences`. The rows are some of a batch of an
         evaluation, or repeated ones."""
         table = table_of(self._config, prompts)
-        return self._generate(prompts, self._sampling(table, greedy=table.is_greedy), return_text)
+        sampling = self._sampling(table, greedy=table.is_greedy)
+        sampling.repetition_penalty = table.repetition_penalty
+        return self._generate(prompts, sampling, return_text)
 
     def _sampling(self, table: RolloutTable | EvaluationTable, *, greedy: bool) -> actor_pb2.Sampling:
         rollout = self._config.rollout
@@ -101,8 +103,10 @@ class Rollout:
             temperature=table.temperature,
             top_k=table.top_k,
             top_p=table.top_p,
+            min_p=table.min_p,
             max_new_tokens=rollout.max_response_tokens,
             stop=rollout.stop,
+            stop_token_ids=rollout.stop_token_ids,
         )
 
     def _generate(

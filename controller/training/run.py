@@ -164,9 +164,8 @@ class Run:
         in `[rewards]`. Raises ConfigError where the run has no such service, or its role is another."""
         recipes = self.config.recipes(name)
         parts = {part: self.group(part, RewardGroup) for recipe in recipes.values() for part in recipe}
-        failures = Failures.of(self.config.algorithm)
         sources = [each.label for each in self.config.data.trained_sources]
-        return Reward(name, parts, recipes, failures, self.step_of, sources)
+        return Reward(name, parts, recipes, Failures.of(self.config.algorithm), self.step_of, sources)
 
     def reward_model(self, name: str = "reward") -> RewardModel:
         """Returns a `RewardModel` that calls service `name`, which must be a reward that learns. Raises ConfigError
@@ -279,8 +278,7 @@ class Run:
             raise InvalidRequest("the algorithm finished no step")
         if self._checkpointer:
             self._checkpointer.settle()
-        group = self.group(trained, RoleGroup)
-        directory = str(self.recorder.directory.output(trained))
+        group, directory = self.group(trained, RoleGroup), str(self.recorder.directory.output(trained))
         record = group.save_checkpoint(directory, worker_pb2.CHECKPOINT_FORMAT_HUGGING_FACE).records()[0]
         summary: dict[str, Any] = {
             **_before_and_after(self._evaluator.history),

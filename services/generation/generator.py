@@ -59,6 +59,7 @@ class SequenceGenerator:
         self._ranks, self._engine, self._prompt_ids = worker.ranks, engine, worker.prompt_ids
         self._version = lambda: worker.policy_version
         self._eos_ids = end_of_sequence_ids(directory, worker.eos_id)
+        self._vocab_size = worker.vocab_size
         self.texts = TextCodec(worker)
 
     @property
@@ -84,7 +85,7 @@ class SequenceGenerator:
         with self._ranks.together(call.peers_deadline):
             self._engine.check_awake()
             stop = self.texts.stop_strings(tuple(request.sampling.stop))
-            options = sampling_options(request.sampling, self._eos_ids, stop)
+            options = sampling_options(request.sampling, self._eos_ids, stop, self._vocab_size)
             prompts = self._prompt_ids(rows.texts("prompt"), call)
             episodes = self._episodes(rows, request, options, call) if request.episode else None
             segment = None if episodes else self._segment(rows, request, options)
@@ -122,7 +123,7 @@ class SequenceGenerator:
         if options.stop:
             raise InvalidRequest("segment_tokens and partial responses do not go with sampling.stop")
         partial = PartialResponses.of(rows)
-        unfinished = partial.unfinished(frozenset(self._eos_ids), options.max_new_tokens)
+        unfinished = partial.unfinished(frozenset(options.eos_ids), options.max_new_tokens)
         left = options.max_new_tokens - int(partial.ids.lengths[unfinished[0]]) if unfinished else 0
         most = min(request.segment_tokens or left, left)
         return Segment(partial, unfinished, replace(options, max_new_tokens=max(most, 1)))
@@ -154,7 +155,7 @@ class SequenceGenerator:
             columns["response"] = self.texts.response_texts(partial.ids, None)
         if request.segment_tokens:
             return CallResult(columns)
-        left = partial.unfinished(frozenset(self._eos_ids), request.sampling.max_new_tokens + 1)
+        left = partial.unfinished(frozenset(segment.options.eos_ids), request.sampling.max_new_tokens + 1)
         if request.return_ends:
             columns["turn_end"] = ["length" if row in left else "stop" for row in range(len(prompts))]
         return CallResult(columns, {"finished": (len(prompts) - len(left), len(prompts))})
@@ -178,7 +179,7 @@ class SequenceGenerator:
         if not any(name in rows for name in EPISODE_COLUMNS):
             return Episodes.first(rows.count)
         observations, faults = self.texts.observation_ids(rows.texts("observation"), call)
-        eos_ids = frozenset(self._eos_ids)
+        eos_ids = frozenset(options.eos_ids)
         return Episodes.of(rows, observations, faults, eos_ids, max_new_tokens=new, max_response_tokens=most)
 
     def _take_turn(

@@ -14,26 +14,31 @@ from services.rollout.stops import StopStrings
 
 
 def sampling_options(
-    sampling: actor_pb2.Sampling, eos_ids: tuple[int, ...], stop: StopStrings | None
+    sampling: actor_pb2.Sampling, eos_ids: tuple[int, ...], stop: StopStrings | None, vocab_size: int
 ) -> SamplingOptions:
-    """Converts a request's sampling message to options of the rollout engine. A top_p of 0, and for greedy decoding a
-    temperature of 0, means 1.
+    """Converts a request's sampling message to options of the rollout engine. A top_p or repetition_penalty of 0, and
+    for greedy decoding a temperature of 0, means 1.
 
     Args:
         sampling: Message of the request.
-        eos_ids: End-of-sequence tokens.
+        eos_ids: End-of-sequence tokens of the model; `eos_ids` of the options also has those of the request.
         stop: Stop strings; None for none.
+        vocab_size: Number of embeddings of the model.
 
     Raises:
         ValueError: A number is out of its range.
     """
+    if (largest := max(sampling.stop_token_ids, default=0)) >= vocab_size:
+        raise ValueError(f"stop_token_ids: {largest} is beyond the model's {vocab_size} embeddings")
     return SamplingOptions(
         max_new_tokens=sampling.max_new_tokens,
-        eos_ids=eos_ids,
+        eos_ids=(*eos_ids, *sampling.stop_token_ids),
         greedy=sampling.greedy,
         temperature=sampling.temperature or 1.0 if sampling.greedy else sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p or 1.0,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty or 1.0,
         stop=stop,
     )
 

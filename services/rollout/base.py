@@ -37,11 +37,15 @@ class SamplingOptions:
         max_new_tokens: most tokens of a response, its end-of-sequence token included.
         eos_ids: end-of-sequence tokens, each of which ends a response; without any, every response has
             `max_new_tokens`.
-        greedy: take the most probable token; temperature, top_k and top_p do not apply.
+        greedy: take the most probable token; temperature, top_k, top_p and min_p do not apply.
         temperature: divisor of the logits.
         top_k: keep the k most probable tokens, and those as probable as the k-th; 0 keeps all.
         top_p: of the tokens that top_k keeps, keep the smallest set of most probable ones whose probability reaches
             top_p; 1 keeps all.
+        min_p: before top_k, keep the tokens whose probability is at least min_p times that of the most probable one; 0
+            keeps all.
+        repetition_penalty: before the temperature, and also if greedy, divides positive logits and multiplies negative
+            ones of the tokens that the prompt or the response so far contains; 1 changes nothing.
         stop: strings that also end a response; None for none.
 
     Raises:
@@ -54,11 +58,15 @@ class SamplingOptions:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     stop: StopStrings | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty must be finite and above 0, got {self.repetition_penalty}")
         if self.greedy:
             return
         if not LOWEST_TEMPERATURE <= self.temperature < math.inf:
@@ -69,6 +77,8 @@ class SamplingOptions:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
 
 
 @dataclass(frozen=True)
@@ -95,9 +105,9 @@ class Generation:
     Args:
         responses: all token ids that were sampled, int64, in host memory. A response with finish reason "stop" ends
             with its end-of-sequence token, or with the token that completed a stop string.
-        log_probs: log-probability of each token under the distribution it was drawn from, after temperature, top-k and
-            top-p, in nats, float32. For greedy tokens, under softmax of the logits. On the engine's device; those of
-            vLLM in host memory.
+        log_probs: log-probability of each token under the distribution it was drawn from, after repetition penalty,
+            temperature, min-p, top-k and top-p, in nats, float32. For greedy tokens, under softmax of the penalized
+            logits. On the engine's device; those of vLLM in host memory.
         finish_reasons: why each response ended.
     """
 

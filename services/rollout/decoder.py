@@ -101,10 +101,14 @@ class Decoder(ABC):
         or `sleep` freed none. The weights are as before if `sleep` kept them."""
 
     def choose(
-        self, logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor
+        self,
+        logits_BV: Tensor,
+        sampling: SamplingOptions,
+        uniforms_B: Tensor,
+        context_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Chooses the next token of each row, the same one on all ranks of the model; see `sampling.choose`."""
-        return choose(logits_BV, sampling, uniforms_B)
+        return choose(logits_BV, sampling, uniforms_B, context_BT)
 
     def agreed(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         """Returns a function that returns True on all ranks of the model if `should_stop` returns True on any of

@@ -32,7 +32,7 @@ from services.rollout.base import (
 )
 from services.rollout.decoder import Decoder, WholeDecoder
 from services.rollout.kv_cache import reserve
-from services.rollout.sampling import uniforms
+from services.rollout.sampling import padded_context, uniforms
 from services.rollout.sharded import ShardedDecoder
 from settings.generation import GeneratingTable
 
@@ -138,13 +138,19 @@ class HFRollout(RolloutEngine):
         lengths_R = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
         stopped_R = torch.zeros(num_rows, dtype=torch.bool, device=self._device)
         watch = sampling.stop.watch(num_rows) if sampling.stop else None
+        prompts_RP = padded_context(prompts).to(self._device) if sampling.repetition_penalty != 1 else None
 
         rows_B = torch.arange(num_rows, device=self._device)
         runs_B = torch.ones(num_rows, dtype=torch.bool, device=self._device)
         num_running = num_rows
         context, logits_BV = self._prefill(_Distinct(*distinct), num_steps)
         for n in range(num_steps):
-            tokens_B, log_probs_B = self._decoder.choose(logits_BV, sampling, uniforms_RN[rows_B, n])
+            context_BT = None
+            if prompts_RP is not None:
+                context_BT = torch.cat((prompts_RP, tokens_RN[:, :n]), dim=1)[rows_B]
+            tokens_B, log_probs_B = self._decoder.choose(
+                logits_BV, sampling, uniforms_RN[rows_B, n], context_BT
+            )
             tokens_RN[rows_B, n], log_probs_RN[rows_B, n] = tokens_B, log_probs_B
             lengths_R[rows_B] += runs_B
             ends_B = torch.isin(tokens_B, eos_ids)

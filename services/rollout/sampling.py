@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -49,9 +51,12 @@ def uniforms(row_seeds: np.ndarray, n: int) -> np.ndarray:
 def log_distribution(logits_BV: Tensor, sampling: SamplingOptions) -> Tensor:
     """Returns the log-probabilities that tokens are drawn with, [B, V] float32; -inf for excluded tokens.
 
-    Applies temperature, then top-k, then top-p to the rest, and normalizes (the order of Hugging Face and vLLM).
+    Applies temperature, then min-p, then top-k, then top-p to the rest, and normalizes (the order of vLLM).
     """
     log_probs_BV = (logits_BV.float() / sampling.temperature).log_softmax(dim=-1)
+    if sampling.min_p:
+        least_B1 = log_probs_BV.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)
+        log_probs_BV = _keep(log_probs_BV, log_probs_BV >= least_B1)
     if 0 < sampling.top_k < log_probs_BV.shape[-1]:
         kth_B1 = log_probs_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
         log_probs_BV = _keep(log_probs_BV, log_probs_BV >= kth_B1)
@@ -103,17 +108,44 @@ def draw(log_probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     return tokens_B.clamp(max=log_probs_BV.shape[-1] - 1)
 
 
-def choose(logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+def _penalized(logits_BV: Tensor, penalty: float, context_BT: Tensor) -> Tensor:
+    """Returns logits, [B, V] float32, with those of the tokens in each row's context divided by `penalty` where they
+    are positive, and multiplied where they are negative (Keskar et al. 2019, arXiv 1909.05858, section 4.1, as in
+    Hugging Face and vLLM). A token that is there several times is penalized once."""
+    logits_BV = logits_BV.float()
+    seen_BT = logits_BV.gather(1, context_BT)
+    return logits_BV.scatter(1, context_BT, torch.where(seen_BT < 0, seen_BT * penalty, seen_BT / penalty))
+
+
+def padded_context(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Returns the token ids of rows for `choose`, [B, T] int64 in host memory: each is padded with its first token,
+    which changes nothing."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[row[0]] * (longest - len(row))] for row in rows])
+
+
+def choose(
+    logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor, context_BT: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Chooses the next token of each row, greedily or by sampling.
 
     Args:
         logits_BV: logits of all tokens.
         sampling: options of sampling.
         uniforms_B: one number from (0, 1) per row; ignored if greedy.
+        context_BT: token ids of the prompt and the response so far, such as `padded_context` returns. None: the engine
+            has no repetition penalty.
 
     Returns:
         Token ids, [B] int64, and their log-probabilities as `Generation` defines them, [B] float32.
+
+    Raises:
+        ValueError: there is a repetition penalty, and no context.
     """
+    if sampling.repetition_penalty != 1:
+        if context_BT is None:
+            raise ValueError("the rollout engine does not support repetition_penalty")
+        logits_BV = _penalized(logits_BV, sampling.repetition_penalty, context_BT)
     if sampling.greedy:
         log_probs_BV = logits_BV.float().log_softmax(dim=-1)
         tokens_B = logits_BV.argmax(dim=-1)

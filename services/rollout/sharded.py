@@ -87,17 +87,21 @@ class ShardedDecoder(Decoder):
         return hidden_BTH.new_empty((len(ids_BT), 0))
 
     def choose(
-        self, logits_BV: Tensor, sampling: SamplingOptions, uniforms_B: Tensor
+        self,
+        logits_BV: Tensor,
+        sampling: SamplingOptions,
+        uniforms_B: Tensor,
+        context_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Chooses tokens, as `Decoder.choose`, on the last pipeline stage, which sends them to the others. Collective
         over the pipeline; `logits_BV` is read on the last stage alone."""
         groups = self._groups
         if groups.mesh.pipeline == 1:
-            return super().choose(logits_BV, sampling, uniforms_B)
+            return super().choose(logits_BV, sampling, uniforms_B, context_BT)
         tokens_B = torch.empty(len(uniforms_B), dtype=torch.int64, device=self.device)
         log_probs_B = torch.empty(len(uniforms_B), dtype=torch.float32, device=self.device)
         if groups.is_last_stage:
-            tokens_B, log_probs_B = super().choose(logits_BV, sampling, uniforms_B)
+            tokens_B, log_probs_B = super().choose(logits_BV, sampling, uniforms_B, context_BT)
         for drawn in (tokens_B, log_probs_B):
             dist.broadcast(drawn, group=groups.pipeline, group_src=groups.mesh.pipeline - 1)
         return tokens_B, log_probs_B

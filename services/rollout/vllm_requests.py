@@ -33,10 +33,12 @@ def parameters(sampling: SamplingOptions, seed: int) -> SamplingParams:
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
         "seed": seed,
     }
     return SamplingParams(
         **(greedy if sampling.greedy else drawn),
+        repetition_penalty=sampling.repetition_penalty,
         max_tokens=sampling.max_new_tokens,
         ignore_eos=True,
         stop_token_ids=list(sampling.eos_ids),

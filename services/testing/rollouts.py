@@ -37,8 +37,9 @@ from services.rollout.base import (
     SamplingOptions,
 )
 from services.rollout.factory import make_rollout
-from services.rollout.sampling import log_distribution, row_seeds
+from services.rollout.sampling import row_seeds
 from services.rollout.stops import StopStrings
+from services.testing.plain_rows import plain_log_probs
 from services.testing.single_rank import single_rank
 from settings.actor import ActorTable
 
@@ -58,13 +59,6 @@ def same(a: Generation, b: Generation) -> bool:
     return torch.equal(a.responses.values, b.responses.values) and torch.equal(
         a.log_probs.values, b.log_probs.values
     )
-
-
-@torch.no_grad()
-def plain_logits(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
-    """Returns the logits of the positions that predict a response's tokens, [tokens, V], from one forward pass of
-    plain transformers over this row alone, without a cache."""
-    return model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
 
 
 def spell(rows: list[list[int]]) -> list[str]:
@@ -274,20 +268,33 @@ class RolloutResponses:
         engine.generate([[*PROMPTS[2], *range(10, 25)], PROMPTS[0]], self.long, SEEDS[:2])
         assert same(first, engine.generate(PROMPTS, self.long, SEEDS))
 
-    def test_greedy_takes_the_most_probable_token_under_the_models_own_distribution(
-        self, engine: RolloutEngine, model: PreTrainedModel
+    @pytest.mark.parametrize("penalty", [1.0, 1.8, 0.6])
+    def test_greedy_takes_the_most_probable_token_after_the_repetition_penalty(
+        self, penalty: float, engine: RolloutEngine, model: PreTrainedModel
     ) -> None:
-        options = SamplingOptions(max_new_tokens=12, eos_ids=EOS, greedy=True, temperature=3.0, top_k=1)
+        ignored = {"temperature": 3.0, "top_k": 1, "min_p": 1.0}
+        options = SamplingOptions(12, EOS, greedy=True, repetition_penalty=penalty, **ignored)
         generation = engine.generate(PROMPTS, options, SEEDS)
         for i, prompt in enumerate(PROMPTS):
             response = generation.responses.row(i)
-            log_probs = plain_logits(model, prompt, response.tolist()).double().log_softmax(dim=-1)
+            log_probs = plain_log_probs(model, prompt, response.tolist(), options)
             assert response.tolist() == log_probs.argmax(dim=-1).tolist()
             expected = log_probs.gather(1, response[:, None])[:, 0]
             torch.testing.assert_close(generation.log_probs.row(i).double(), expected, atol=PARITY, rtol=0)
 
     @pytest.mark.parametrize(
-        "drawing", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.9}]
+        "drawing",
+        [
+            {},
+            {"temperature": 0.7},
+            {"top_k": 5},
+            {"top_p": 0.8},
+            {"top_k": 20, "top_p": 0.9},
+            {"min_p": 0.1},
+            {"min_p": 0.1, "temperature": 2.0, "top_k": 30, "top_p": 0.8},
+            {"repetition_penalty": 1.5},
+            {"repetition_penalty": 0.7, "min_p": 0.05, "temperature": 0.9},
+        ],
     )
     def test_log_probs_are_those_of_the_distribution_that_was_sampled(
         self, engine: RolloutEngine, model: PreTrainedModel, drawing: dict[str, Any]
@@ -297,20 +304,22 @@ class RolloutResponses:
         generation = engine.generate(PROMPTS * 4, options, row_seeds(1, 0, "g", np.arange(4 * len(PROMPTS))))
         for i, prompt in enumerate(PROMPTS * 4):
             response = generation.responses.row(i)
-            distribution = log_distribution(plain_logits(model, prompt, response.tolist()), options)
+            distribution = plain_log_probs(model, prompt, response.tolist(), options)
             expected = distribution.gather(1, response[:, None])[:, 0]
-            torch.testing.assert_close(generation.log_probs.row(i), expected, atol=PARITY, rtol=0)
+            torch.testing.assert_close(generation.log_probs.row(i).double(), expected, atol=PARITY, rtol=0)
 
+    @pytest.mark.parametrize(
+        "truncation", [{"top_k": 20, "top_p": 0.9}, {"min_p": 0.02}], ids=["top k and p", "min p"]
+    )
     def test_what_is_drawn_follows_the_distribution(
-        self, engine: RolloutEngine, model: PreTrainedModel
+        self, truncation: dict[str, Any], engine: RolloutEngine, model: PreTrainedModel
     ) -> None:
         self.needs_sampling()
         num_rows = 5_000
-        options = SamplingOptions(max_new_tokens=1, temperature=0.8, top_k=20, top_p=0.9)
+        options = SamplingOptions(max_new_tokens=1, temperature=0.8, **truncation)
         seeds = row_seeds(3, 0, "generate", np.arange(num_rows))
         drawn = engine.generate([[1, 10, 11]] * num_rows, options, seeds).responses.values
-        distribution = log_distribution(plain_logits(model, [1, 10, 11], [0]), options)[0]
-        expected = num_rows * distribution.double().exp()
+        expected = num_rows * plain_log_probs(model, [1, 10, 11], [0], options)[0].exp()
         counts = torch.bincount(drawn, minlength=VOCABULARY)
         assert counts[expected == 0].sum() == 0
         kept = expected > 5

@@ -36,7 +36,7 @@ def service_use(
     Args:
         table: Table of the service.
         on_gpu: Whether its ranks compute on GPUs.
-        truncates: Whether top_k or top_p truncate the distribution of rollouts.
+        truncates: Whether top_k, top_p or min_p truncate the distribution of rollouts.
         generates: Whether an actor generates, and not a rollout service for it.
 
     Raises:

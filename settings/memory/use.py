@@ -55,7 +55,7 @@ class RolloutUse:
         cache_bytes: For vllm: bytes of the KV cache, `kv_cache_gb`.
         sequences: For vllm: `max_num_seqs`, the most rows of a decoding step.
         batched_tokens: For vllm: `max_num_batched_tokens`, the most tokens of a step.
-        truncates: Whether top_k or top_p truncate the distribution.
+        truncates: Whether top_k, top_p or min_p truncate the distribution.
         generates: Whether it generates: an actor's does not where a rollout service does.
         sleeps: Whether an actor's frees its memory while the actor trains and infers (`rollout_sleep`).
     """

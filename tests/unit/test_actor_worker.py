@@ -73,6 +73,27 @@ def test_a_response_whose_last_possible_token_is_an_end_is_not_cut_off(
     assert columns["turn_end"] == ["stop", "length"]
 
 
+def test_a_stop_token_ends_a_response_and_stays_in_it(actor: ActorWorker) -> None:
+    request = actor_pb2.GenerateSequencesRequest(
+        sampling=actor_pb2.Sampling(max_new_tokens=4, temperature=1.0), return_ends=True
+    )
+    ids = actor.generate_sequences(text_rows(), request, make_call()).columns["response_ids"].tolist()
+    end = ids[0][2]
+    assert end not in [*ids[0][:2], *ids[1]]
+    request.sampling.stop_token_ids.append(end)
+    result = actor.generate_sequences(text_rows(), request, make_call())
+    assert result.columns["response_ids"].tolist() == [ids[0][:3], ids[1]]
+    assert result.columns["turn_end"] == ["stop", "length"]
+    assert result.metrics["finished"] == (1, 2)
+
+
+def test_a_stop_token_that_the_model_does_not_have_is_refused(actor: ActorWorker) -> None:
+    sampling = actor_pb2.Sampling(max_new_tokens=4, temperature=1.0, stop_token_ids=[3, 1 << 20])
+    request = actor_pb2.GenerateSequencesRequest(sampling=sampling)
+    with pytest.raises(ValueError, match=r"stop_token_ids: 1048576 is beyond the model's \d+ embeddings"):
+        actor.generate_sequences(text_rows(), request, make_call())
+
+
 def test_an_actor_whose_responses_another_service_generates_has_no_rollout_engine(
     tiny_llama_dir: Path,
 ) -> None:

@@ -532,8 +532,9 @@ def test_a_loop_that_fails_leaves_nothing_waiting(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("rollout.top_k=5", "does not go with rollout.top_k or rollout.top_p"),
-        ("rollout.top_p=0.9", "does not go with rollout.top_k or rollout.top_p"),
+        ("rollout.top_k=5", "does not go with rollout.top_k, rollout.top_p or rollout.min_p"),
+        ("rollout.top_p=0.9", "does not go with rollout.top_k, rollout.top_p or rollout.min_p"),
+        ("rollout.min_p=0.1", "does not go with rollout.top_k, rollout.top_p or rollout.min_p"),
         (
             "algorithm.recompute_log_probs=false",
             "algorithm.recompute_log_probs: must be true with run.ahead 1",

@@ -265,11 +265,11 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
         ),
         (
             "algorithm.rollout_correction='mask'\nrollout.top_k=50",
-            r"rollout_correction: does not go with rollout\.top_k or rollout\.top_p",
+            r"rollout_correction: does not go with rollout\.top_k, rollout\.top_p or rollout\.min_p",
         ),
         (
             "algorithm.rollout_correction='truncate'\nrollout.top_p=0.9",
-            r"rollout_correction: does not go with rollout\.top_k or rollout\.top_p",
+            r"rollout_correction: does not go with rollout\.top_k, rollout\.top_p or rollout\.min_p",
         ),
         (
             "algorithm.rollout_correction='mask'\nalgorithm.rollout_correction_low=3",
@@ -281,8 +281,17 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
         ),
         (
             "algorithm.max_log_prob_drift=0.1\nrollout.top_p=0.9",
-            r"max_log_prob_drift: does not go with rollout\.top_k or rollout\.top_p",
+            r"max_log_prob_drift: does not go with rollout\.top_k, rollout\.top_p or rollout\.min_p",
         ),
+        (
+            "algorithm.rollout_correction='mask'\nrollout.min_p=0.05",
+            r"rollout_correction: does not go with .*rollout\.min_p",
+        ),
+        ("rollout.min_p=0.1\nalgorithm.recompute_log_probs=false", r"recompute_log_probs: must be true with"),
+        ("rollout.min_p=1.5", r"rollout\.min_p: must be at most 1"),
+        ("rollout.stop_token_ids=[3, -1]", r"rollout\.stop_token_ids\.1: must be at least 0"),
+        ("rollout.repetition_penalty=1.1", r"rollout\.repetition_penalty: unknown key"),
+        ("rollout.evaluation.repetition_penalty=0", r"evaluation\.repetition_penalty: must be above 0"),
         ("rollout.stop=['END', '']", r"rollout: stop: a text is empty in \['END', ''\]"),
         (
             "algorithm.surrogate='gpso'",

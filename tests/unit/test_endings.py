@@ -99,8 +99,10 @@ def test_a_message_that_ends_with_another_token_is_told_with_what_to_do(
     configs: dict[str, Any], tmp_path: Path
 ) -> None:
     given = tables(tmp_path, UNK, **configs)
-    line = f"{LINE}{tmp_path / 'model' / 'generation_config.json'}"
+    line = f"{LINE}{tmp_path / 'model' / 'generation_config.json'}, or to rollout.stop_token_ids"
     assert lines(given) == [line]
+    given["rollout"]["stop_token_ids"] = [26]
+    assert lines(given) == []
 
 
 def test_prompts_that_are_texts_have_no_messages_to_end(tmp_path: Path) -> None:
@@ -173,6 +175,12 @@ def test_prompts_have_one_token_that_begins_them_and_none_that_ends_them(single:
     ]
 
 
+def test_a_stop_token_is_an_end_that_is_learned(tmp_path: Path) -> None:
+    given = tables(tmp_path, UNK + EOS, generation_config={"eos_token_id": [3]})
+    given["rollout"]["stop_token_ids"] = [26]
+    assert texts_of(batch_of(given, [{"messages": TURNS}], "response"), "response_end") == [UNK]
+
+
 @pytest.mark.parametrize("end", [EOS, f"{EOS}{UNK}", "[end]"], ids=["EOS", "EOS before another", "no token"])
 def test_what_ends_with_the_eos_token_has_no_end_of_its_own(end: str, tmp_path: Path) -> None:
     assert "response_end" not in batch_of(tables(tmp_path, end), [{"messages": TURNS}], "response")
@@ -200,7 +208,10 @@ def test_a_model_that_learns_an_end_that_is_no_eos_token_is_told(tmp_path: Path)
     model = given["services"]["actor"]["model"]
     given["services"]["actor"]["rollout_engine"] = "none"
     given["services"]["rollout"] = {"role": "rollout", "address": "127.0.0.1:7103", "model": model}
-    assert [line.startswith(LINE) for line in lines(given, ("response",))] == [True, False]
+    told = lines(given, ("response",))
+    assert [line.startswith(LINE) for line in told] == [True, False]
+    given["rollout"]["stop_token_ids"] = [26]  # which ends no response of the model elsewhere
+    assert lines(given, ("response",)) == told
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [3, 26]}')
     assert lines(given, ("response",)) == []
 

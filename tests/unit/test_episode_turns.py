@@ -255,6 +255,22 @@ def test_a_stop_string_ends_a_turn_and_stays_in_its_tokens(rank: OneRank) -> Non
     assert stop in texts(rank, "response")[row], "of an earlier turn, it is part of the response"
 
 
+def test_a_stop_token_ends_a_turn_and_an_observation_does_not_repeat_it(rank: OneRank) -> None:
+    take_turn(rank)
+    ids = rows(rank, "response_ids")
+    row = next(row for row, tokens in enumerate(ids) if EOS_ID not in tokens[:2])
+    end = int(ids[row][1])
+    sampling = actor_pb2.Sampling(max_new_tokens=TURN_TOKENS, temperature=1.0, stop_token_ids=[end])
+    rank.steps = FIRST_STEP  # the same random numbers
+    take_turn(rank, sampling=sampling)
+    assert rows(rank, "response_ids")[row] == ids[row][:2]
+    assert texts(rank, "turn_end")[row] == "stop"
+    assert texts(rank, "turn")[row].endswith(f"w{end}"), "it is no special token"
+    take_turn(rank, [f"w{end}"] * len(ids), sampling=sampling)
+    assert len(rows(rank, "response_ids")[row]) > 2
+    assert all(rows(rank, "response_mask")[row]), "nothing was added"
+
+
 def test_the_text_of_a_last_turn_ends_before_its_stop_string_without_room_for_another_too(
     rank: OneRank,
 ) -> None:

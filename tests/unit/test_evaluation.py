@@ -28,10 +28,11 @@ from controller.plan import Plan
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.evaluation import Evaluation, Measured, batches
 from controller.training.policy_evaluation import SCORES, SOURCES, PolicyEvaluation, is_share, pass_at_k
+from controller.training.roles import Rollout
 from controller.training.run import Run
 from controller.training.scoring import groups_of
 from rlhf.errors import ConfigError, InvalidRequest
-from rlhf.v1 import worker_pb2
+from rlhf.v1 import actor_pb2, worker_pb2
 
 QUICKSTARTS = Path(__file__).parents[2] / "deploy" / "quickstart"
 WITH_A_POLICY = tuple(name for name in names() if name != "reward_model")
@@ -146,16 +147,35 @@ def test_each_prompt_counts_once_however_many_responses_its_source_has(tmp_path:
     [
         (
             ("samples=2",),
-            "temperature: 0 takes the most probable token; samples, top_k and top_p need one above 0",
+            "temperature: 0 takes the most probable token; samples, top_k, top_p and min_p need one above 0",
         ),
         (("top_p=0.9",), "temperature: 0 takes the most probable token"),
         (("top_k=5",), "temperature: 0 takes the most probable token"),
+        (("min_p=0.1",), "temperature: 0 takes the most probable token"),
         (("temperature=1e-9",), "temperature: 0, or at least 1e-06"),
     ],
 )
 def test_options_of_sampling_need_a_temperature(settings: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(QUICKSTARTS / "quickstart.toml", tuple(f"rollout.evaluation.{each}" for each in settings))
+
+
+def test_a_repetition_penalty_is_of_evaluations_alone() -> None:
+    settings = (
+        "min_p=0.05",
+        "stop_token_ids=[7]",
+        "evaluation={repetition_penalty=1.2,temperature=1,min_p=0.1}",
+    )
+    config = load(QUICKSTARTS / "quickstart.toml", tuple(f"rollout.{each}" for each in settings))
+    sent: list[actor_pb2.Sampling] = []
+    group: Any = SimpleNamespace(generate_sequences=lambda rows, sampling, **options: sent.append(sampling))
+    rollout, prompts = Rollout(group, config, returns_text=False), FutureBatch.of(prompt=["1+1="])
+    rollout.generate_sequences(prompts)
+    rollout.generate_sequences(prompts, greedy=True)
+    rollout.generate_for_eval(prompts)
+    assert [each.repetition_penalty for each in sent] == [0, 0, 1.2]
+    assert [each.min_p for each in sent] == [0.05, 0.05, 0.1]
+    assert [list(each.stop_token_ids) for each in sent] == [[7]] * 3
 
 
 def test_the_temperature_is_one_that_the_engine_samples_at() -> None:

@@ -55,18 +55,23 @@ def begin(rank: OneRank, sampling: actor_pb2.Sampling, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, NEW_TOKENS])
-def test_segments_add_up_to_the_response_of_one_call(rank: OneRank, tokens: int) -> None:
+@pytest.mark.parametrize("stops", [False, True], ids=["", "a stop token"])
+def test_segments_add_up_to_the_response_of_one_call(rank: OneRank, tokens: int, stops: bool) -> None:
     request = actor_pb2.GenerateSequencesRequest(sampling=GREEDY, return_ends=True)
     metrics = rank.call(rank.actor, "generate_sequences", request, "prompt")
+    if stops:
+        longest = max(rank.read("response_ids").tolist(), key=len)
+        request.sampling.stop_token_ids.append(int(longest[2]))
+        assert (metrics := rank.call(rank.actor, "generate_sequences", request, "prompt"))["finished"] > 0
     ids, log_probs = rank.read("response_ids"), rank.read("rollout_log_probs")
     ends = texts(rank, "turn_end")
     del rank.columns["turn_end"]
-    begin(rank, GREEDY, tokens)
-    assert max(rank.read("response_ids").lengths) == tokens
+    begin(rank, request.sampling, tokens)
+    assert max(rank.read("response_ids").lengths) == min(tokens, max(ids.lengths))
     for _ in range(tokens, NEW_TOKENS, tokens):
-        assert go_on(rank, GREEDY, tokens) == {}
+        assert go_on(rank, request.sampling, tokens) == {}
     assert "turn_end" not in rank.columns
-    assert go_on(rank, GREEDY, 0) == metrics
+    assert go_on(rank, request.sampling, 0) == metrics
     assert texts(rank, "turn_end") == ends
     assert rank.read("response_ids").tolist() == ids.tolist()
     segmented = rank.read("rollout_log_probs")

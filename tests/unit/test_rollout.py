@@ -1,6 +1,7 @@
 """Samples of the rollout engine: the model's own distribution, a stream per row, nothing else."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from services.models.families import load_causal_lm
 from services.rollout import sampling as rollout_sampling
 from services.rollout.base import Generation, GenerationStopped, SamplingOptions
 from services.rollout.hf import HFRollout
-from services.rollout.sampling import draw, log_distribution, row_seeds, uniforms
+from services.rollout.sampling import choose, draw, log_distribution, row_seeds, uniforms
 
 # Many of them, so that responses end at different times.
 EOS = (2, 3, 4, 5, 6, 7, 8)
@@ -265,6 +266,26 @@ def test_top_k_keeps_the_k_most_probable():
     torch.testing.assert_close(kept, torch.tensor([[0, expected[0], expected[1], 0]]))
 
 
+def test_min_p_keeps_what_is_probable_enough_beside_the_most_probable_before_top_p_sums():
+    probabilities = torch.tensor([[0.4, 0.1, 0.3, 0.05, 0.15]])
+    options = SamplingOptions(max_new_tokens=1, min_p=0.3)
+    kept = log_distribution(probabilities.log(), options).exp()
+    torch.testing.assert_close(kept, torch.tensor([[0.4, 0, 0.3, 0, 0.15]]) / 0.85)
+    # 0.4 and 0.3 are 0.70 of all tokens, and 0.82 of those that are kept.
+    nucleus = log_distribution(probabilities.log(), replace(options, top_p=0.8)).exp()
+    torch.testing.assert_close(nucleus, torch.tensor([[4 / 7, 0, 3 / 7, 0, 0]]))
+
+
+def test_a_repetition_penalty_needs_the_tokens_so_far():
+    options = SamplingOptions(max_new_tokens=1, greedy=True, repetition_penalty=2.0)
+    logits, numbers = torch.tensor([[3.0, 2.0, -1.0]]), torch.tensor([0.5], dtype=torch.float64)
+    with pytest.raises(ValueError, match="does not support repetition_penalty"):
+        choose(logits, options, numbers)
+    tokens, log_probs = choose(logits, options, numbers, torch.tensor([[0, 2, 0]]))
+    assert tokens.tolist() == [1]
+    torch.testing.assert_close(log_probs, torch.tensor([1.5, 2.0, -2.0]).log_softmax(dim=0)[1:2])
+
+
 def sorted_whole(log_probs_BV: Tensor, top_p: float) -> Tensor:
     """The tokens that top-p keeps, by a sort of whole rows."""
     sorted_BV, order_BV = log_probs_BV.sort(dim=-1, descending=True, stable=True)
@@ -306,6 +327,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, expected: li
         *({"temperature": value} for value in (0.0, math.nan, math.inf)),
         {"top_k": -1},
         *({"top_p": value} for value in (0.0, 1.5, math.nan)),
+        *({"min_p": value} for value in (-0.1, 1.5, math.nan)),
+        *({"repetition_penalty": value, "greedy": True} for value in (0.0, math.inf, math.nan)),
     ],
 )
 def test_sampling_options_out_of_range_are_refused(wrong: dict[str, Any]):

@@ -166,18 +166,23 @@ def test_steps_write_the_rows_that_they_trained_on_and_train_as_without(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("actor", "stop", "warns"),
-    [(EndlessActor, (), True), (EndlessActor, ("!",), False), (ToyActor, (), False)],
+    ("actor", "ends", "warns"),
+    [
+        (EndlessActor, {}, True),
+        (EndlessActor, {"stop": ("!",)}, False),
+        (EndlessActor, {"stop_token_ids": (33,)}, False),
+        (ToyActor, {}, False),
+    ],
 )
 def test_a_run_says_at_its_start_that_responses_have_no_end(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     actor: type[Worker],
-    stop: tuple[str, ...],
+    ends: dict[str, Any],
     warns: bool,
 ) -> None:
     config = config_of(tmp_path)
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"stop": stop})})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update=ends)})
     asyncio.run(on_services(config, lambda: run(config, "dr_grpo"), actor))
     line = (
         "services.actor.model has no EOS token, neither in its tokenizer nor in its generation config, so each "

@@ -22,7 +22,7 @@ from services.rollout.base import (
     SamplingOptions,
     check_names,
 )
-from services.rollout.sampling import choose, uniforms
+from services.rollout.sampling import choose, padded_context, uniforms
 from settings.generation import GeneratingTable
 
 
@@ -66,7 +66,8 @@ class PlainRollout(RolloutEngine):
         running = list(range(len(prompts)))
         for n in range(sampling.max_new_tokens):
             logits_BV = self._next_logits([rows[row] for row in running])
-            tokens_B, log_probs_B = choose(logits_BV, sampling, uniforms_RN[running, n])
+            context_BT = padded_context([rows[row] for row in running]).to(self._device)
+            tokens_B, log_probs_B = choose(logits_BV, sampling, uniforms_RN[running, n], context_BT)
             if not log_probs_B.isfinite().all():
                 raise FloatingPointError("the output of the rollout model is not finite")
             tokens = tokens_B.tolist()
