@@ -27,6 +27,7 @@ from controller.role_groups.replacement import Replacement, is_loss
 from nccl_transfer.refs.wire_ranks import endpoint_from_proto, mesh_from_proto
 from rlhf.contract import Method, group_methods
 from rlhf.errors import InvalidRequest, RlhfError
+from rlhf.plugins import nearest
 from rlhf.v1 import common_pb2, worker_pb2
 
 G = TypeVar("G", bound="CallingGroup")
@@ -133,8 +134,13 @@ class CallingGroup:
             The same rows with only the columns that the call computes, as futures.
 
         Raises:
-            InvalidRequest: `batch` lacks a column that the method needs.
+            InvalidRequest: There is no such method, or `batch` lacks a column that it needs.
         """
+        if name not in self._methods:
+            known = ", ".join(self._methods)
+            raise InvalidRequest(
+                f"{self.name} has no method {name!r}{nearest(name, self._methods)}; it has: {known}"
+            )
         method, batch = self._methods[name], batch or FutureBatch(0, {})
         inputs, step = inputs_of(self.name, method, batch), self.session.step_of(batch.step)
         chunks = inputs.chunks() if is_row_wise(method) else [inputs]

@@ -109,6 +109,14 @@ def test_a_role_whose_worker_is_none_is_refused(worker: str) -> None:
         main._worker_class(worker, "a table")  # type: ignore[arg-type]
 
 
+def test_what_the_module_of_a_worker_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker_of_mine.py").write_text("import nothing_of_mine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError) as raised:
+        main._worker_class("worker_of_mine:Mine", "a table")  # type: ignore[arg-type]
+    assert str(raised.value) == "No module named 'nothing_of_mine', which 'worker_of_mine:Mine' needs"
+
+
 def test_a_rank_that_other_hosts_reach_does_not_start_without_certificates(tmp_path: Path) -> None:
     config = tmp_path / "reward.toml"
     config.write_text(
