@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any
 
 from pydantic import ConfigDict
@@ -15,11 +17,11 @@ from controller.config.config import Config
 from controller.role_groups.roles import group_type
 from controller.training.run import Run
 from rlhf.contract import group_methods
-from rlhf.errors import ConfigError, InvalidRequest
+from rlhf.errors import ConfigError, InvalidRequest, RlhfError, one_line
 from rlhf.plugins import PluginError
 from rlhf.roles import find_role
 from settings.losses import LOSSES, PolicyLossTable, PpoOptions, ValueClipOptions, ValueLossTable
-from settings.strict import Strict, validate
+from settings.strict import Strict, check_table_type, validate
 
 SCHEDULE = ("epochs", "mini_batch_size")
 """Keys of `[algorithm]` that every update reads. The tuples below hold the keys that the update of the policy, that
@@ -89,24 +91,44 @@ class Algorithm:
     optional: tuple[str, ...] = ()
     further: Callable[[Config, Any], tuple[int, int]] | None = None
 
+    def __post_init__(self) -> None:
+        check_table_type(self.options, "an algorithm")
+
     @property
     def name(self) -> str:
         """Name of the algorithm: that of its function, or of its type where a callable object has no name."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
+    @property
+    def _takes_options(self) -> bool:
+        return self.options not in (NoOptions, UnreadOptions)
+
     def __call__(self, run: Run) -> None:
         """Executes the algorithm on a run, whose configuration must be one that `configure` returned. An
         InvalidRequest of this process, such as for a column that is missing, gets a note with the line of the
-        algorithm, unless that is one of this package."""
+        algorithm, unless that is one of this package.
+
+        Raises:
+            RlhfError: The run failed, or the function raised another exception, whose traceback is logged then.
+        """
         options = ()
-        if self.options not in (NoOptions, UnreadOptions):
+        if self._takes_options:
             options = (self.options.model_validate(run.config.algorithm.options),)
         try:
             self.function(run, *options)
-        except InvalidRequest as error:
-            if not error.service and (place := _place_in(self.function, error)):
+        except RlhfError as error:
+            is_ours = isinstance(error, InvalidRequest) and not error.service
+            if is_ours and (place := _place_in(self.function, error)):
                 error.add_note(place)
             raise
+        except Exception as error:
+            place = _place_in(self.function, error)
+            if not place:
+                raise
+            own = error.__traceback__ and error.__traceback__.tb_next  # without this frame
+            logging.error("%s", "".join(traceback.format_exception(type(error), error, own)).rstrip())
+            cause = one_line(f"{type(error).__name__}: {error}")
+            raise RlhfError(f"algorithm {self.name} failed: {cause} ({place})") from error
 
     def configure(self, config: Config) -> Config:
         """Returns the configuration for a run of this algorithm: only the services that it needs, with the
@@ -121,6 +143,7 @@ class Algorithm:
         chosen = validate(AlgorithmTable, {**defaults, **given}, f"algorithm, for {self.name}")
         self._check_keys(given, chosen)
         options = validate(self.options, given.get("options", {}), f"algorithm.options of {self.name}")
+        self._check_function()
         tables = config.model_dump(exclude_unset=True)
         tables["algorithm"] = {
             **defaults,
@@ -134,6 +157,26 @@ class Algorithm:
         if self.check:
             self.check(configured, options)
         return configured
+
+    def _check_function(self) -> None:
+        """Raises ConfigError where the function cannot be called as `__call__` does."""
+        function = self.function
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            kind = "async" if inspect.iscoroutinefunction(function) else "a generator"
+            raise ConfigError(f"algorithm {self.name} is {kind}, and has to be a plain function")
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # of an extension module
+            return
+        given = ("run", "options") if self._takes_options else ("run",)
+        try:
+            signature.bind(*given)
+        except TypeError as error:
+            lacks_options = not self._takes_options and "missing" in str(error)
+            declared = "; options are given where the decorator declares them" if lacks_options else ""
+            raise ConfigError(
+                f"algorithm {self.name}{signature} cannot be called with ({', '.join(given)}): {error}{declared}"
+            ) from None
 
     def further_responses(self, config: Config) -> tuple[int, int]:
         """Returns `further` of `config`, which `configure` must have returned."""
@@ -300,6 +343,8 @@ def algorithm(
         options, defaults, compares_groups, quickstart, columns, trains, reads, check, only_for, optional, further: As
             in `Algorithm`.
     """
+    if isinstance(services, str):
+        raise TypeError(f"services: {services!r} is a text; one name is ({services!r},)")
     roles = dict(services) if isinstance(services, Mapping) else {name: name for name in services}
 
     def declare(function: Callable[..., None]) -> Algorithm:
@@ -329,5 +374,7 @@ def _place_in(function: Callable[..., Any], error: BaseException) -> str:
     path = getattr(getattr(function, "__code__", None), "co_filename", "")
     if not path or Path(__file__).parents[1] in Path(path).parents:
         return ""
-    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
+    lines = [
+        line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path
+    ]
     return f"{Path(path).name}:{lines[-1]}" if lines else ""
