@@ -143,7 +143,7 @@ class Algorithm:
         chosen = validate(AlgorithmTable, {**defaults, **given}, f"algorithm, for {self.name}")
         self._check_keys(given, chosen)
         options = validate(self.options, given.get("options", {}), f"algorithm.options of {self.name}")
-        self._check_function()
+        _check_callable(self, ("run", "options") if self._takes_options else ("run",))
         tables = config.model_dump(exclude_unset=True)
         tables["algorithm"] = {
             **defaults,
@@ -157,26 +157,6 @@ class Algorithm:
         if self.check:
             self.check(configured, options)
         return configured
-
-    def _check_function(self) -> None:
-        """Raises ConfigError where the function cannot be called as `__call__` does."""
-        function = self.function
-        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-            kind = "async" if inspect.iscoroutinefunction(function) else "a generator"
-            raise ConfigError(f"algorithm {self.name} is {kind}, and has to be a plain function")
-        try:
-            signature = inspect.signature(function)
-        except ValueError:  # of an extension module
-            return
-        given = ("run", "options") if self._takes_options else ("run",)
-        try:
-            signature.bind(*given)
-        except TypeError as error:
-            lacks_options = not self._takes_options and "missing" in str(error)
-            declared = "; options are given where the decorator declares them" if lacks_options else ""
-            raise ConfigError(
-                f"algorithm {self.name}{signature} cannot be called with ({', '.join(given)}): {error}{declared}"
-            ) from None
 
     def further_responses(self, config: Config) -> tuple[int, int]:
         """Returns `further` of `config`, which `configure` must have returned."""
@@ -309,6 +289,27 @@ class Algorithm:
                 f"algorithm.kl_loss_coefficient: {self.name} works without a reference policy, so it has to be 0 "
                 f"(given: {coefficient:g})"
             )
+
+
+def _check_callable(algorithm: Algorithm, given: tuple[str, ...]) -> None:
+    """Raises ConfigError where the function of an algorithm cannot be called with the arguments `given`, or would not
+    run when it is."""
+    function, name = algorithm.function, algorithm.name
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        kind = "async" if inspect.iscoroutinefunction(function) else "a generator"
+        raise ConfigError(f"algorithm {name} is {kind}, and has to be a plain function")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of an extension module
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        lacks_options = "options" not in given and "missing" in str(error)
+        declared = "; options are given where the decorator declares them" if lacks_options else ""
+        raise ConfigError(
+            f"algorithm {name}{signature} cannot be called with ({', '.join(given)}): {error}{declared}"
+        ) from None
 
 
 def _with_parts(services: Mapping[str, str], config: Config) -> dict[str, str]:
