@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_va
 from rlhf.plugins import find_plugin
 from settings import meshes
 from settings.explain import explain
-from settings.strict import Positive, Strict
+from settings.strict import Positive, Strict, check_table_type
 
 TRAINING_GROUP = "rlhf_cluster.training_engines"
 """Entry-point group of training engines: NAME = "module:object", where the object is an `EngineSpec`."""
@@ -125,6 +125,9 @@ class Spec:
     keys: frozenset[str] = frozenset()
     package: str = ""
     install: str = ""
+
+    def __post_init__(self) -> None:
+        check_table_type(self.options, "an engine")
 
     @property
     def reads(self) -> frozenset[str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from rlhf.plugins import find_plugin
-from settings.strict import Fraction, NotNegative, Strict
+from settings.strict import Fraction, NotNegative, Strict, check_table_type
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
@@ -30,10 +30,7 @@ class LossSpec:
     options: type[Strict] = Strict
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.options, type) and issubclass(self.options, Strict)):
-            raise TypeError(
-                f"options of a loss must be a subclass of settings.strict.Strict: {self.options!r}"
-            )
+        check_table_type(self.options, "a loss")
 
 
 class ClipOptions(Strict):

@@ -71,6 +71,12 @@ def _check_kept(value: Any) -> None:
 M = TypeVar("M", bound=BaseModel)
 
 
+def check_table_type(kind: Any, owner: str) -> None:
+    """Raises TypeError where the type of the options that `owner` declares is no subclass of `Strict`."""
+    if not (isinstance(kind, type) and issubclass(kind, Strict)):
+        raise TypeError(f"options of {owner} must be a subclass of settings.strict.Strict: {kind!r}")
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Reads a TOML file and returns its tables as nested dictionaries.
 

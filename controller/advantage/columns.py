@@ -51,7 +51,9 @@ class CriticAdvantage(Advantage[FloatColumn]):
 
 
 def _float32(x: FloatColumn | np.ndarray) -> FloatColumn | np.ndarray:
-    return Jagged(x.values.astype(np.float32), x.lengths) if isinstance(x, Jagged) else x.astype(np.float32)
+    return (
+        Jagged(x.values.astype(np.float32), x.lengths) if isinstance(x, Jagged) else np.array(x, np.float32)
+    )
 
 
 def whiten(x: FloatColumn) -> FloatColumn:

@@ -7,7 +7,7 @@ one request to each rank, and collects references to the rows that the ranks mad
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from controller.role_groups.replacement import Replacement, is_loss
 from nccl_transfer.refs.wire_ranks import endpoint_from_proto, mesh_from_proto
 from rlhf.contract import Method, group_methods
 from rlhf.errors import InvalidRequest, RlhfError
+from rlhf.plugins import nearest
 from rlhf.v1 import common_pb2, worker_pb2
 
 G = TypeVar("G", bound="CallingGroup")
@@ -133,9 +134,9 @@ class CallingGroup:
             The same rows with only the columns that the call computes, as futures.
 
         Raises:
-            InvalidRequest: `batch` lacks a column that the method needs.
+            InvalidRequest: There is no such method, or `batch` lacks a column that it needs.
         """
-        method, batch = self._methods[name], batch or FutureBatch(0, {})
+        method, batch = _known(self._methods, name, self.name), batch or FutureBatch(0, {})
         inputs, step = inputs_of(self.name, method, batch), self.session.step_of(batch.step)
         chunks = inputs.chunks() if is_row_wise(method) else [inputs]
         headers = self.session.headers(step, self.name, name, len(chunks))
@@ -431,6 +432,14 @@ def longest_time(session: Session, name: str, replacement: Replacement | None = 
     replacements of its service."""
     longest_s = 2 * session.time_of(name) + LATE_S
     return replacement.longest_s(longest_s) if replacement else longest_s
+
+
+def _known(methods: Mapping[str, Method], name: str, group: str) -> Method:
+    """Returns the method `name` of a role group; raises InvalidRequest where there is none, with those there are."""
+    if name not in methods:
+        known = ", ".join(methods)
+        raise InvalidRequest(f"{group} has no method {name!r}{nearest(name, methods)}; it has: {known}")
+    return methods[name]
 
 
 def inputs_of(service: str, method: Method, batch: FutureBatch) -> FutureBatch:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from controller.tracking.run_directory import AppendFile, json_text, read_json_lines
 from controller.tracking.tensorboard import EventFile
+from rlhf.errors import InvalidRequest
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -40,11 +41,12 @@ class MetricsWriter:
 
         Raises:
             ValueError: The step is negative, or a metric is named "step".
+            InvalidRequest: A metric is no number.
             RlhfError: Writing failed; the text is one line with directory, reason and file.
         """
         if step < 0 or "step" in metrics:
             raise ValueError(f"step {step} must not be negative, nor a metric be named 'step'")
-        numbers = {key: float(metrics[key]) for key in sorted(metrics)}
+        numbers = {key: _number(key, metrics[key]) for key in sorted(metrics)}
         self._lines.append(_line({"step": step, **numbers}))
         self._events.log(step, numbers)
 
@@ -56,6 +58,14 @@ class MetricsWriter:
         """Closes the files; may be called again."""
         self._lines.close()
         self._events.close()
+
+
+def _number(name: str, value: float) -> float:
+    """Returns the value of a metric as a float. Raises InvalidRequest where it is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"metric {name!r} has to be a number (given: {value!r:.80})") from None
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any, Self
 from controller.tracking.metrics import Sample, each_sample, each_step
 from controller.tracking.observer import Observer
 from controller.tracking.run_directory import RunDirectory, read_json
-from controller.tracking.tracker import END_S, Status, TrackedRun, Tracker, without_credentials
-from rlhf.errors import ConfigError, RlhfError
-from rlhf.plugins import PluginError, find_plugin, load_class
+from controller.tracking.tracker import END_S, Started, Status, TrackedRun, Tracker, without_credentials
+from rlhf.errors import ConfigError, RlhfError, one_line
+from rlhf.plugins import as_subclass, find_plugin, load_class
 
 GROUP = "rlhf_cluster.trackers"
 """Entry-point group in which installed packages declare trackers: classes, subclasses of `Tracker`."""
@@ -51,12 +51,13 @@ def find_trackers(names: Sequence[str]) -> dict[str, type[Tracker]]:
                 found[name] = load_class(BUILT_IN[name], Tracker)
             else:
                 kind = find_plugin(GROUP, name, type, dict.fromkeys(BUILT_IN, Tracker))
-                if not issubclass(kind, Tracker):
-                    raise PluginError(f"{name!r} is no subclass of {Tracker.__module__}.{Tracker.__name__}")
-                found[name] = kind
+                found[name] = as_subclass(name, kind, Tracker)
             found[name].check()
         except ConfigError as error:
             raise ConfigError(f"tracking.trackers: {error}") from error
+        except Exception as error:
+            cause = one_line(f"{type(error).__name__}: {error}")
+            raise ConfigError(f"tracking.trackers: {name}: its check failed: {cause}") from error
     return found
 
 
@@ -178,6 +179,8 @@ class TrackerFeed:
     def _start(self) -> None:
         self._tracker = self._kind()
         started = self._tracker.start(self._run, self._config, self.id)
+        if not isinstance(started, Started):
+            raise TypeError(f"start returned {type(started).__name__}, not Started")
         self.id, self._last_step = started.id, started.last_step
         if started.url:
             self._say(f"tracker {self._name}: {started.url}")

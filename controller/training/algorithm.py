@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any
 
 from pydantic import ConfigDict
@@ -15,11 +17,11 @@ from controller.config.config import Config
 from controller.role_groups.roles import group_type
 from controller.training.run import Run
 from rlhf.contract import group_methods
-from rlhf.errors import ConfigError, InvalidRequest
+from rlhf.errors import ConfigError, InvalidRequest, RlhfError, one_line
 from rlhf.plugins import PluginError
 from rlhf.roles import find_role
 from settings.losses import LOSSES, PolicyLossTable, PpoOptions, ValueClipOptions, ValueLossTable
-from settings.strict import Strict, validate
+from settings.strict import Strict, check_table_type, validate
 
 SCHEDULE = ("epochs", "mini_batch_size")
 """Keys of `[algorithm]` that every update reads. The tuples below hold the keys that the update of the policy, that
@@ -90,24 +92,44 @@ class Algorithm:
     optional: tuple[str, ...] = ()
     further: Callable[[Config, Any], tuple[int, int]] | None = None
 
+    def __post_init__(self) -> None:
+        check_table_type(self.options, "an algorithm")
+
     @property
     def name(self) -> str:
         """Name of the algorithm: that of its function, or of its type where a callable object has no name."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
+    @property
+    def _takes_options(self) -> bool:
+        return self.options not in (NoOptions, UnreadOptions)
+
     def __call__(self, run: Run) -> None:
         """Executes the algorithm on a run, whose configuration must be one that `configure` returned. An
         InvalidRequest of this process, such as for a column that is missing, gets a note with the line of the
-        algorithm, unless that is one of this package."""
+        algorithm, unless that is one of this package.
+
+        Raises:
+            RlhfError: The run failed, or the function raised another exception, whose traceback is logged then.
+        """
         options = ()
-        if self.options not in (NoOptions, UnreadOptions):
+        if self._takes_options:
             options = (self.options.model_validate(run.config.algorithm.options),)
         try:
             self.function(run, *options)
-        except InvalidRequest as error:
-            if not error.service and (place := _place_in(self.function, error)):
+        except RlhfError as error:
+            is_ours = isinstance(error, InvalidRequest) and not error.service
+            if is_ours and (place := _place_in(self.function, error)):
                 error.add_note(place)
             raise
+        except Exception as error:
+            place = _place_in(self.function, error)
+            if not place:
+                raise
+            own = error.__traceback__ and error.__traceback__.tb_next  # without this frame
+            logging.error("%s", "".join(traceback.format_exception(type(error), error, own)).rstrip())
+            cause = one_line(f"{type(error).__name__}: {error}")
+            raise RlhfError(f"algorithm {self.name} failed: {cause} ({place})") from error
 
     def configure(self, config: Config) -> Config:
         """Returns the configuration for a run of this algorithm: only the services that it needs, with the
@@ -122,6 +144,7 @@ class Algorithm:
         chosen = validate(AlgorithmTable, {**defaults, **given}, f"algorithm, for {self.name}")
         self._check_keys(given, chosen)
         options = validate(self.options, given.get("options", {}), f"algorithm.options of {self.name}")
+        _check_callable(self, ("run", "options") if self._takes_options else ("run",))
         tables = config.model_dump(exclude_unset=True)
         tables["algorithm"] = {
             **defaults,
@@ -269,6 +292,27 @@ class Algorithm:
             )
 
 
+def _check_callable(algorithm: Algorithm, given: tuple[str, ...]) -> None:
+    """Raises ConfigError where the function of an algorithm cannot be called with the arguments `given`, or would not
+    run when it is."""
+    function, name = algorithm.function, algorithm.name
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        kind = "async" if inspect.iscoroutinefunction(function) else "a generator"
+        raise ConfigError(f"algorithm {name} is {kind}, and has to be a plain function")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of an extension module
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        lacks_options = "options" not in given and "missing" in str(error)
+        declared = "; options are given where the decorator declares them" if lacks_options else ""
+        raise ConfigError(
+            f"algorithm {name}{signature} cannot be called with ({', '.join(given)}): {error}{declared}"
+        ) from None
+
+
 def _with_parts(services: Mapping[str, str], config: Config) -> dict[str, str]:
     """Returns the role of each service by name, with composed rewards and costs replaced by the services that they
     are sums of."""
@@ -301,6 +345,8 @@ def algorithm(
         options, defaults, compares_groups, quickstart, columns, trains, reads, check, only_for, optional, further: As
             in `Algorithm`.
     """
+    if isinstance(services, str):
+        raise TypeError(f"services: {services!r} is a text; one name is ({services!r},)")
     roles = dict(services) if isinstance(services, Mapping) else {name: name for name in services}
 
     def declare(function: Callable[..., None]) -> Algorithm:
@@ -330,5 +376,7 @@ def _place_in(function: Callable[..., Any], error: BaseException) -> str:
     path = getattr(getattr(function, "__code__", None), "co_filename", "")
     if not path or Path(__file__).parents[1] in Path(path).parents:
         return ""
-    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
+    lines = [
+        line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path
+    ]
     return f"{Path(path).name}:{lines[-1]}" if lines else ""

@@ -72,7 +72,7 @@ class Episode:
 
 def environment_factory(table: EnvironmentTable) -> Callable[..., Any] | None:
     """Imports the factory of `[rollout.environment]`; None where it names none. Raises ConfigError where it cannot be
-    imported, or cannot be called with a row and the options."""
+    imported, or cannot be called with a row and the options, or is a class without a method `step`."""
     if not table.factory:
         return None
     try:
@@ -81,6 +81,8 @@ def environment_factory(table: EnvironmentTable) -> Callable[..., Any] | None:
         raise ConfigError(f"rollout.environment.factory: {error}") from error
     if not callable(found):
         raise ConfigError(f"rollout.environment.factory: {table.factory} cannot be called")
+    if isinstance(found, type) and not callable(getattr(found, "step", None)):
+        raise ConfigError(f"rollout.environment.factory: {table.factory} has no method step")
     row = {"prompt": "", "ground_truth": "", "metadata": {}}
     if taken := sorted(row.keys() & table.options.keys()):
         raise ConfigError(f"rollout.environment.options: {', '.join(taken)}: fields of the row, no options")

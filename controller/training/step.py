@@ -95,10 +95,13 @@ class Step:
             options: Keyword arguments of the function.
 
         Raises:
-            InvalidRequest: The function raised ValueError, or a value of its columns is not finite.
+            InvalidRequest: The function raised ValueError or returned no `Advantage`, or a value of its columns is not
+                finite.
         """
         try:
             result = function(*columns, **options)
+            if not isinstance(result, Advantage):
+                raise ValueError(f"the function returned {type(result).__name__}, not Advantage")
             made = result.columns
         except ValueError as error:
             raise InvalidRequest(f"compute_advantage, step {self.number}: {error}") from error
@@ -140,7 +143,11 @@ class Step:
         which must be the one that the step trained on. Waits for all calls that made the batches, and raises the error
         of the first that fails; where steps overlap, `Run.steps` does so when it ends the step. Errors of other calls
         that make no columns, such as updates, are raised by `Run.steps` when it ends the step, unless they were read
-        before."""
+        before. Raises InvalidRequest where the first batch is missing or has no columns."""
+        if not (batches and batches[0].columns):
+            raise InvalidRequest(
+                f"step {self.number}: step.finish has to get the batch that was trained on, first"
+            )
         self.batch, self.is_finished = batches[0], True
         self.calls = list(dict.fromkeys(call for batch in batches for call in batch.calls))
         if not self._overlaps:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from traceback import walk_tb
 from typing import TypeVar
 
 from rlhf.errors import ConfigError
@@ -64,21 +67,52 @@ def load_object(reference: str, kind: type[T]) -> T:
     try:
         found = EntryPoint(reference, reference, "").load()
     except Exception as error:
-        raise PluginError(f"{reference!r} cannot be imported: {type(error).__name__}: {error}") from error
+        cause = f"{type(error).__name__}: {error}{_place(error, reference)}"
+        raise PluginError(f"{reference!r} cannot be imported: {cause}") from error
     if not isinstance(found, kind):
-        raise PluginError(f"{reference!r} is of type {type(found).__name__}, not {kind.__name__}")
+        if isinstance(found, type) and issubclass(found, kind):
+            raise PluginError(f"{reference!r} is a class, not an instance of {kind.__name__}")
+        wanted = "a class" if kind is type else kind.__name__
+        raise PluginError(f"{reference!r} is of type {type(found).__name__}, not {wanted}")
     return found
+
+
+def _place(error: Exception, reference: str) -> str:
+    """Returns file and line of the innermost frame of an error's traceback that is in the package of `reference`, as
+    " (losses.py:14)"; empty where there is none."""
+    package = re.split(r"[.:]", reference)[0]
+    places = [
+        f" ({Path(frame.f_code.co_filename).name}:{line})"
+        for frame, line in walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package
+    ]
+    return places[-1] if places else ""
 
 
 def load_class(reference: str, base: type[T]) -> type[T]:
     """Imports and returns the class that `reference`, "module:object", names.
 
     Raises:
-        PluginError: It cannot be imported, or is no subclass of `base`.
+        PluginError: It cannot be imported, or `as_subclass` refuses it.
     """
-    found = load_object(reference, type)
+    return as_subclass(reference, load_object(reference, type), base)
+
+
+def as_subclass(reference: str, found: type, base: type[T]) -> type[T]:
+    """Returns the class `found`.
+
+    Args:
+        reference: Its name, for the error.
+        found: The class.
+        base: Class that it must be a subclass of.
+
+    Raises:
+        PluginError: It is no subclass of `base`, or lacks abstract methods of it.
+    """
     if not issubclass(found, base):
         raise PluginError(f"{reference!r} is no subclass of {base.__module__}.{base.__name__}")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise PluginError(f"{reference!r} does not implement {', '.join(missing)}")
     return found
 
 

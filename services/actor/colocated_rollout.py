@@ -68,7 +68,7 @@ class ColocatedRollout:
                 self.engine.wake()
             except (MemoryError, RuntimeError) as error:
                 raise RlhfError(
-                    f"rollout engine {self.engine.name} sleeps while the actor trains (rollout_sleep), and finds no "
+                    "the rollout engine sleeps while the actor trains (rollout_sleep), and finds no "
                     f"memory to wake in: {error}"
                 ) from error
         self._is_resting = False

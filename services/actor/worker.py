@@ -51,6 +51,7 @@ class ActorWorker(ModelWorker):
 
     def __init__(self, table: ActorTable, ranks: Ranks) -> None:
         super().__init__(table, ranks, load_causal_lm, table.optimizer)
+        self.table: ActorTable = table
         weights = _generation_weights(table, self.engine, ranks, self.torch_device)
         setup = RolloutSetup(weights.generation_shards, ranks.mesh, self.torch_device)
         self.rollout = make_rollout(table, setup)
@@ -63,7 +64,7 @@ class ActorWorker(ModelWorker):
 
     def describe(self) -> worker_pb2.DescribeResponse:
         answer = super().describe()
-        answer.engine = f"{answer.engine}, rollout {self.rollout.name}"
+        answer.engine = f"{answer.engine}, rollout {self.table.rollout_engine}"
         answer.limits.extend(self.rollout.limits)
         answer.lacks_eos = self._lacks_eos
         return answer

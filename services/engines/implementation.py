@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 
 from rlhf.errors import ConfigError
-from rlhf.plugins import PluginError, load_object
+from rlhf.plugins import PluginError, load_class
 from services.engines.base import OptimizerOptions
 from settings.engines import Spec
 from settings.model import LoadedModelTable, ModelTable
@@ -27,18 +27,14 @@ def implementation_of(key: str, name: str, spec: Spec, kind: type[E], reference:
         reference: "module:Class" of another class of the spec. Default: `spec.implementation`.
 
     Raises:
-        ConfigError: The class cannot be imported, for example because a library is not installed, or is no subclass
-            of `kind`.
+        ConfigError: The class cannot be imported, for example because a library is not installed, is no subclass of
+            `kind`, or does not implement a method.
     """
-    reference = reference or spec.implementation
     try:
-        found = load_object(reference, type)
+        return load_class(reference or spec.implementation, kind)
     except PluginError as error:
         install = f"; {spec.install}" if spec.install and isinstance(error.__cause__, ImportError) else ""
         raise ConfigError(f"{key} {name}: {error}{install}") from error
-    if not issubclass(found, kind):
-        raise ConfigError(f"{key} {name}: {reference!r} is no subclass of {kind.__name__}")
-    return found
 
 
 def compute_dtype(table: LoadedModelTable | RewardTable) -> torch.dtype:

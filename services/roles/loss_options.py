@@ -75,7 +75,7 @@ def read_knobs(kind: type[T], message: Message, objects: Collection[str]) -> T:
 def token_loss(
     key: str, name: str, spec: LossSpec, given: Mapping[str, Any], taken: Collection[str] = ()
 ) -> TokenLoss:
-    """Returns the loss per token that a plug-in declares, with its options. It is tried on one token here, where it
+    """Returns the loss per token that a plug-in declares, with its options. It is tried on a few tokens here, where it
     fails on all ranks alike.
 
     Args:
@@ -105,22 +105,29 @@ def token_loss(
         _try(loss, {*STEP_METRICS, *taken})
     except Exception as error:
         raise InvalidRequest(
-            f"{where}: {spec.function} fails on a batch of one token: {type(error).__name__}: {error}"
+            f"{where}: {spec.function} fails on 2 rows of 3 tokens: {type(error).__name__}: {error}"
         ) from error
     return loss
 
 
 def _try(loss: TokenLoss, taken: Collection[str]) -> None:
-    """Computes the loss of one token; raises ValueError if it returns something else than `TokenLoss` says, or a
-    statistic whose name is in `taken`. Errors of the loss itself are passed on."""
-    new_BT, old_BT = torch.full((1, 1), -1.0, requires_grad=True), torch.full((1, 1), -1.0)
-    loss_BT, stats = loss(new_BT, old_BT, torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool))
-    if loss_BT.shape != old_BT.shape:
-        raise ValueError(f"the loss is of shape {list(loss_BT.shape)}, not [1, 1]")
+    """Computes the loss of 2 rows of 3 tokens; raises ValueError if it returns something else than `TokenLoss` says, or
+    a statistic whose name is in `taken`. Errors of the loss itself are passed on."""
+    shape = (2, 3)
+    new_BT, old_BT = torch.full(shape, -1.0, requires_grad=True), torch.full(shape, -1.0)
+    made: Any = loss(new_BT, old_BT, torch.zeros(shape), torch.ones(shape, dtype=torch.bool))
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
+        raise ValueError(f"it returned {type(made).__name__}, not the loss and a dictionary of statistics")
+    loss_BT, stats = made
+    if not isinstance(loss_BT, Tensor) or loss_BT.shape != shape:
+        found = f"of shape {list(loss_BT.shape)}" if isinstance(loss_BT, Tensor) else type(loss_BT).__name__
+        raise ValueError(f"the loss is {found}, not one number per token, [2, 3]")
+    if not loss_BT.requires_grad:
+        raise ValueError("the loss has no gradient")
     for name, value in stats.items():
         if name in taken:
             raise ValueError(f"statistic {name!r} exists already; taken are {', '.join(sorted(taken))}")
-        if value.shape or value.requires_grad:
+        if not isinstance(value, Tensor) or value.shape or value.requires_grad:
             raise ValueError(f"statistic {name!r} is no sum: it must be a scalar tensor without gradient")
 
 

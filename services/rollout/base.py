@@ -120,7 +120,6 @@ class RolloutEngine(ABC):
     """Base class of engines that generate responses, with weights of a training engine.
 
     Attributes:
-        name: name of the engine in configurations and in Describe.
         limits: what the engine cannot do on this host, one sentence each, for Describe.
         keeps_weights: whether `sleep` can keep the weights. If not, they must be loaded again before generation.
         ranks_together: number of ranks that generate the same rows together, each with a part of the model.
@@ -128,11 +127,10 @@ class RolloutEngine(ABC):
         positions_key: key of the configuration that sets `max_positions`, for messages; empty: the model does.
     """
 
-    name: str
     limits: Sequence[str] = ()
     keeps_weights: bool = True
     ranks_together: int = 1
-    max_positions: int | None
+    max_positions: int | None = None
     positions_key: str = ""
     _is_asleep: bool = False
 
@@ -214,7 +212,9 @@ class RolloutEngine(ABC):
         check_lengths(lengths, sampling.max_new_tokens, self.max_positions, self.positions_key)
         self._check_request(lengths, sampling)
         try:
-            return self._generate(prompts, sampling, row_seeds, Meter(self._agreed(should_stop), progress))
+            made = self._generate(prompts, sampling, row_seeds, Meter(self._agreed(should_stop), progress))
+            check_generation(made, len(prompts), sampling.max_new_tokens)
+            return made
         except (GenerationStopped, FloatingPointError):
             raise
         except Exception as error:
@@ -353,6 +353,35 @@ def check_names(came: Set[str], own: Set[str]) -> None:
             f"weights do not match the rollout model: {sorted(own - came)[:3]} did not come, "
             f"{sorted(came - own)[:3]} came and have no place"
         )
+
+
+def check_generation(made: Generation, num_prompts: int, max_new_tokens: int) -> None:
+    """Checks what an engine has generated.
+
+    Args:
+        made: the responses.
+        num_prompts: number of prompts.
+        max_new_tokens: most tokens of a response.
+
+    Raises:
+        FloatingPointError: a log-probability is not finite.
+        RuntimeError: there is not one response, of 1 to `max_new_tokens` tokens, per prompt, or not one log-probability
+            per token.
+    """
+    lengths, reasons = made.responses.lengths, made.finish_reasons
+    if not len(lengths) == len(reasons) == num_prompts:
+        raise RuntimeError(
+            f"the rollout engine returned {len(lengths)} responses and {len(reasons)} finish reasons for {num_prompts} "
+            "prompts"
+        )
+    if lengths.min() < 1 or lengths.max() > max_new_tokens:
+        row = int(np.flatnonzero((lengths < 1) | (lengths > max_new_tokens))[0])
+        raise RuntimeError(
+            f"the rollout engine returned {lengths[row]} tokens for row {row}, which has to have 1 to {max_new_tokens}"
+        )
+    if not np.array_equal(made.log_probs.lengths, lengths):
+        raise RuntimeError("the rollout engine returned other numbers of log-probabilities than of tokens")
+    check_finite(made.log_probs)
 
 
 def check_finite(log_probs: Jagged[Tensor]) -> None:

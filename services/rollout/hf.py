@@ -28,7 +28,6 @@ from services.rollout.base import (
     RolloutEngine,
     RolloutSetup,
     SamplingOptions,
-    check_finite,
 )
 from services.rollout.decoder import Decoder, WholeDecoder
 from services.rollout.kv_cache import reserve
@@ -49,8 +48,6 @@ class HFRollout(RolloutEngine):
         token_budget: most tokens of the KV cache, that is most of rows * (longest prompt + max_new_tokens) in one
             batch. Rows that do not fit are generated in later batches.
     """
-
-    name = "hf"
 
     def __init__(self, model: PreTrainedModel | Decoder, *, token_budget: int) -> None:
         self._decoder = model if isinstance(model, Decoder) else WholeDecoder(model)
@@ -276,9 +273,6 @@ def _in_order(parts: Sequence[np.ndarray], responses: Sequence[_Responses]) -> G
     Args:
         parts: row numbers of each batch.
         responses: responses of each batch.
-
-    Raises:
-        FloatingPointError: a log-probability is not finite.
     """
     lengths = np.empty(sum(map(len, parts)), dtype=np.int64)
     stopped = np.empty(len(lengths), dtype=bool)
@@ -291,7 +285,6 @@ def _in_order(parts: Sequence[np.ndarray], responses: Sequence[_Responses]) -> G
     cells = torch.from_numpy(np.repeat(gaps, lengths) + np.arange(lengths.sum())).to(tokens_RN.device)
     flat_log_probs = torch.cat([decoded.log_probs_RN for decoded in responses]).flatten()
     log_probs = Jagged(flat_log_probs.index_select(0, cells), lengths)
-    check_finite(log_probs)
     return Generation(
         responses=Jagged(tokens_RN.flatten().index_select(0, cells).cpu(), lengths),
         log_probs=log_probs,

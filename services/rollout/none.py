@@ -16,9 +16,7 @@ from settings.generation import GeneratingTable
 class NoRollout(RolloutEngine):
     """Generates nothing, and takes neither weights nor memory."""
 
-    name = "none"
     limits = ("it generates no responses, since rollout_engine is none: a rollout service does",)
-    max_positions = None
 
     @classmethod
     def create(cls, table: GeneratingTable, options: Any, setup: RolloutSetup) -> Self:

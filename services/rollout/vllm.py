@@ -59,7 +59,6 @@ class VLLMRollout(RolloutEngine):
         ValueError: vLLM cannot run the model, or not in the memory that it is given.
     """
 
-    name = "vllm"
     positions_key = "vllm.max_model_len"
     _dropped: Sequence[DroppedStorage] = ()
     _slopes: Sequence[tuple[Tensor, Tensor]] = ()

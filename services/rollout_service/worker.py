@@ -59,7 +59,7 @@ class RolloutWorker(ReceivingWorker):
 
     def describe(self) -> worker_pb2.DescribeResponse:
         answer = super().describe()
-        answer.engine = f"rollout {self.rollout.name}"
+        answer.engine = f"rollout {self.table.rollout_engine}"
         answer.parameters = self._wanted.whole_numel
         answer.max_tokens = self.longest_row
         answer.limits.append("there is no optimizer state: weights come by LoadWeights, and none are saved")

@@ -18,7 +18,7 @@ import uvloop
 
 from nccl_transfer.refs.mesh import Mesh
 from rlhf import addresses, security, stacks
-from rlhf.errors import ConfigError, RlhfError
+from rlhf.errors import ConfigError, RlhfError, one_line
 from rlhf.file_limit import raise_file_limit
 from rlhf.parent import ends_with
 from rlhf.plugins import PluginError, load_object
@@ -98,6 +98,12 @@ def command(spec: RoleSpec) -> click.Command:
         except (RlhfError, OSError) as error:
             print(f"fatal: {name}: {error}".replace("\n", " "), file=sys.stderr, flush=True)
             os._exit(2)
+        except Exception as error:
+            # Without this line, what libraries print at exit is the last one of the log.
+            logging.exception("the service does not start, or its server has failed")
+            cause = one_line(f"{type(error).__name__}: {error}")
+            print(f"fatal: {name}: {cause}; the traceback is in its log", file=sys.stderr, flush=True)
+            os._exit(1)
 
     return main
 
@@ -260,7 +266,11 @@ def _worker_class(worker: str, table: ServiceTable) -> type[Worker]:
         missing = error if isinstance(error, ImportError) else error.__cause__
         if not isinstance(missing, ImportError):
             raise
-        raise ConfigError(f"{missing}; install an engine: pip install 'rlhf-cluster[cpu]'") from error
+        is_ours = worker.startswith("services.")
+        hint = (
+            "; install an engine: pip install 'rlhf-cluster[cpu]'" if is_ours else f", which {worker!r} needs"
+        )
+        raise ConfigError(f"{missing}{hint}") from error
     return chosen
 
 

@@ -21,7 +21,7 @@ from nccl_transfer.devices.tensors import DeviceTensors
 from nccl_transfer.fetch import Fetcher
 from nccl_transfer.rows import FetchedRows, Values
 from rlhf.contract import Method, group_methods
-from rlhf.errors import CallCancelled, DeadlineExceeded, InvalidRequest, Refused
+from rlhf.errors import CallCancelled, ConfigError, DeadlineExceeded, InvalidRequest, Refused
 from rlhf.v1 import common_pb2, worker_pb2
 from services.runtime.ranks import Ranks
 from services.storage.written import WrittenFile, written_below
@@ -422,8 +422,8 @@ def registered_methods(worker: type[Worker]) -> dict[str, tuple[Method, Registra
         (method, registration) by the method's path, such as "/rlhf.v1.ActorService/UpdateActor".
 
     Raises:
-        TypeError: The worker lacks a method of its proto, or registers it with a different transfer protocol than the
-            proto declares.
+        ConfigError: The worker lacks a method of its proto, or registers it with a different transfer protocol than
+            the proto declares.
     """
     found = {}
     roles = (worker.role, *worker.also_serves)
@@ -431,10 +431,10 @@ def registered_methods(worker: type[Worker]) -> dict[str, tuple[Method, Registra
         name = method.snake_name
         registration = getattr(getattr(worker, name, None), "registration", None)
         if registration is None:
-            raise TypeError(f"{worker.__name__} has no registered method {name} for {method.path}")
+            raise ConfigError(f"{worker.__name__} has no registered method {name} for {method.path}")
         declared = method.spec.transfer_protocol  # type: ignore[union-attr]
         if registration.protocol != declared:
-            raise TypeError(
+            raise ConfigError(
                 f"{worker.__name__}.{name} is registered with {registration.protocol}, "
                 f"but {method.path} declares {declared}"
             )

@@ -8,8 +8,6 @@ from settings.engines import RolloutSpec
 
 
 class GreedyRollout(HFRollout):
-    name = "greedy"
-
     def _check_request(self, lengths: np.ndarray, sampling: SamplingOptions) -> None:
         super()._check_request(lengths, sampling)
         if not sampling.greedy:

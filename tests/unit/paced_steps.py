@@ -198,7 +198,7 @@ class PacedRun:
             ]
             if self.generator is not self.actor:
                 ends.append(self._synced(step.context))
-            step.finish(FutureBatch(PROMPTS, {}, tuple(ends), step.context))
+            step.finish(FutureBatch(PROMPTS, {"advantages": advantages}, tuple(ends), step.context))
 
     def _round(self, step: StepContext, rows: list[Row]) -> tuple[Future[Any], Future[Any]]:
         """Generates the responses to rows, in segments, and scores them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import tomli_w
 
+from client.session import StepContext
 from controller import algorithms
 from controller.advantage import Advantage
 from controller.algorithms import find_algorithm
@@ -19,6 +21,7 @@ from controller.config.config import Config, load
 from controller.role_groups.dataflow import FutureBatch
 from controller.training.algorithm import Algorithm, NoOptions, algorithm
 from controller.training.run import Run
+from controller.training.step import Step
 from examples.plugins.rlhf_example.algorithms import compute_advantage
 from rlhf.errors import ConfigError, InvalidRequest, RlhfError
 from settings.commands import errors_shown
@@ -86,6 +89,8 @@ def test_an_option_of_an_engine_that_is_not_set_is_left_out_of_the_file_of_the_r
     spec = EngineSpec(implementation="mine:Engine", options=LimitOptions)
     assert check_options(spec, "engine_options", {}) == {}
     assert check_options(spec, "engine_options", {"limit": 2}) == {"limit": 2.0}
+    with pytest.raises(TypeError, match=r"options of an engine must be a subclass of .*\.Strict"):
+        EngineSpec(implementation="mine:Engine", options=dict)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -323,6 +328,44 @@ def test_a_plain_function_is_an_algorithm_with_all_services() -> None:
     assert ran == [run]
 
 
+async def asynchronous(run: Run) -> None: ...
+
+
+def generator(run: Run) -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (
+            Algorithm(lambda: None),
+            r"algorithm <lambda>\(\) cannot be called with \(run\): too many positional",
+        ),
+        (
+            Algorithm(lambda run, options: None),
+            r"\(run, options\) cannot be called with \(run\): missing a required argument: 'options'; options are "
+            "given where the decorator declares them",
+        ),
+        (
+            Algorithm(lambda run: None, options=StrengthOptions),
+            r"\(run\) cannot be called with \(run, options\): too many positional arguments$",
+        ),
+        (Algorithm(asynchronous), "algorithm asynchronous is async, and has to be a plain function"),
+        (Algorithm(generator), "algorithm generator is a generator, and has to be a plain function"),
+    ],
+)
+def test_a_function_that_cannot_be_called_with_a_run_is_refused(found: Algorithm, words: str) -> None:
+    assert re.search(words, refusal(found, quickstart()))
+
+
+def test_a_declaration_with_a_text_for_names_or_without_a_table_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"services: 'actor' is a text; one name is \('actor',\)"):
+        algorithm(services="actor")
+    with pytest.raises(TypeError, match=r"options of an algorithm must be a subclass of .*\.Strict"):
+        algorithm(services=("actor",), options=dict)(lambda run: None)  # type: ignore[arg-type]
+
+
 def test_an_algorithm_is_given_its_options() -> None:
     given = []
     found = algorithm(services=("actor",), options=StrengthOptions)(
@@ -407,6 +450,37 @@ def test_an_error_has_the_line_of_a_users_algorithm() -> None:
     with pytest.raises(RlhfError, match="batches of 2 and 3 rows") as raised:
         Algorithm(joins)(cast(Run, None))
     assert raised.value.__notes__ == [f"test_algorithm.py:{joins.__code__.co_firstlineno + 1}"]
+
+
+def test_a_step_names_what_its_calls_lack() -> None:
+    prompts = FutureBatch.of(prompt=["1+1="])
+    step = Step(StepContext(1), lambda: (prompts, FutureBatch(1, {})), FutureBatch(1, {}))
+    with pytest.raises(
+        InvalidRequest, match="compute_advantage, step 1: the function returned ndarray, not Advantage"
+    ):
+        step.compute(np.asarray, [1.0])  # type: ignore[arg-type]
+    made = step.compute(lambda: Advantage([0.5], {}))  # type: ignore[arg-type]
+    assert made.columns.keys() == {"advantages"}
+    for given in ((), (FutureBatch(0, {}),)):
+        with pytest.raises(
+            InvalidRequest, match=r"step\.finish has to get the batch that was trained on, first"
+        ):
+            step.finish(*given)
+
+
+def test_an_exception_of_a_users_algorithm_is_one_line_and_its_traceback_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def divides(run: Run) -> None:
+        raise KeyError("scores")
+
+    with pytest.raises(
+        RlhfError, match=r"^algorithm divides failed: KeyError: 'scores' \(test_algorithm.py:\d+\)$"
+    ):
+        Algorithm(divides)(cast(Run, None))
+    (record,) = caplog.records
+    assert "in divides" in record.message
+    assert "in __call__" not in record.message
 
 
 def test_the_line_is_at_the_end_of_the_error_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,7 @@ def test_a_rank_without_memory_to_wake_in_says_so_and_wakes_once_there_is(
             for _ in range(2):
                 with pytest.raises(
                     RlhfError,
-                    match=r"rollout engine hf sleeps .*finds no memory to wake in: tried to allocate",
+                    match=r"the rollout engine sleeps .*finds no memory to wake in: tried to allocate",
                 ):
                     made.generate()
                 assert made.actor.rollout.is_asleep

@@ -335,7 +335,7 @@ def test_rewards_that_an_algorithm_declares_score_the_rows_to_train_on(tmp_path:
     made = load(quickstart, (f"data.train='{train}'", f"data.heldout='{heldout}'", *rewards))
     with pytest.raises(ConfigError, match="no ground_truth, with which the service cost compares"):
         Plan.of(find_algorithm("safe_rlhf"), made)
-    undeclared = Algorithm(lambda run: None, options=SafeRLHFOptions)
+    undeclared = Algorithm(lambda run, options: None, options=SafeRLHFOptions)
     assert [len(part) for part in Plan.of(undeclared, made).data] == [1, 1]
 
 

@@ -56,6 +56,12 @@ class Echo:
         self.is_closed = True
 
 
+class NoStep:
+    """Lacks what every environment has."""
+
+    def __init__(self, **row: Any) -> None: ...
+
+
 class AsyncEcho(Echo):
     async def step(self, response: str) -> str | None:  # type: ignore[override]
         await asyncio.sleep(0)
@@ -343,6 +349,7 @@ def test_a_reward_that_is_no_finite_number_fails_the_episode(make: Make, reward:
     [
         ("no_such_module:Own", "rollout.environment.factory: .*no_such_module"),
         ("json:decoder", "rollout.environment.factory: json:decoder cannot be called"),
+        (f"{__name__}:NoStep", rf"rollout.environment.factory: {__name__}:NoStep has no method step"),
     ],
 )
 def test_a_factory_that_cannot_be_used_is_refused(name: str, said: str) -> None:

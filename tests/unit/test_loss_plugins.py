@@ -235,7 +235,26 @@ def test_a_critic_trains_with_a_loss_of_ones_own(tiny_llama_dir: Path) -> None:
 
 BROKEN = {
     "raises": (lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
-    "reduced": (lambda new, *_: (new.sum(), {}), r"the loss is of shape \[\], not \[1, 1\]"),
+    "reduced": (
+        lambda new, *_: (new.sum(), {}),
+        r"the loss is of shape \[\], not one number per token, \[2, 3\]",
+    ),
+    "of_rows": (
+        lambda new, *_: (new.mean(1, keepdim=True), {}),
+        r"the loss is of shape \[2, 1\], not one number",
+    ),
+    "of_all": (
+        lambda new, *_: (new.mean().reshape(1, 1), {}),
+        r"the loss is of shape \[1, 1\], not one number",
+    ),
+    "number": (lambda *_: (1.0, {}), "the loss is float, not one number per token"),
+    "detached": (lambda new, *_: (new.detach(), {}), "the loss has no gradient"),
+    "alone": (lambda new, *_: new, "it returned Tensor, not the loss and a dictionary of statistics"),
+    "listed": (
+        lambda new, *_: (new, [1.0]),
+        "it returned tuple, not the loss and a dictionary of statistics",
+    ),
+    "float_statistic": (lambda new, *_: (new, {"mine": 1.0}), "statistic 'mine' is no sum"),
     "named": (
         lambda new, *_: (new, {"loss": new.detach().sum()}),
         "statistic 'loss' exists already; taken are ",

@@ -109,6 +109,14 @@ def test_a_role_whose_worker_is_none_is_refused(worker: str) -> None:
         main._worker_class(worker, "a table")  # type: ignore[arg-type]
 
 
+def test_what_the_module_of_a_worker_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker_of_mine.py").write_text("import nothing_of_mine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError) as raised:
+        main._worker_class("worker_of_mine:Mine", "a table")  # type: ignore[arg-type]
+    assert str(raised.value) == "No module named 'nothing_of_mine', which 'worker_of_mine:Mine' needs"
+
+
 def test_a_rank_that_other_hosts_reach_does_not_start_without_certificates(tmp_path: Path) -> None:
     config = tmp_path / "reward.toml"
     config.write_text(
@@ -118,6 +126,25 @@ def test_a_rank_that_other_hosts_reach_does_not_start_without_certificates(tmp_p
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert "fatal: reward: services.reward.bind_host: other hosts reach 0.0.0.0" in ended.stderr
+
+
+def test_an_unforeseen_error_at_the_start_is_the_last_line_of_the_log(tmp_path: Path) -> None:
+    config = tmp_path / "reward.toml"
+    config.write_text('[services.reward]\nrole = "reward"\naddress = "127.0.0.1:7199"\n')
+    program = (
+        "import atexit, sys\n"
+        "from rlhf.roles import find_role\n"
+        "from services.runtime import main\n"
+        "atexit.register(print, 'a library says this at exit', file=sys.stderr)\n"
+        "main._serve = lambda *given, **named: {}['table']\n"
+        "main.command(find_role('reward'))(['--config', sys.argv[1]])\n"
+    )
+    command = [sys.executable, "-c", program, str(config)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "KeyError: 'table'\n" in ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert last == "fatal: reward: KeyError: 'table'; the traceback is in its log"
 
 
 def test_only_the_first_line_of_a_record_begins_a_line_of_the_log() -> None:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import pytest
 from pydantic import field_validator
 
 from rlhf.errors import ConfigError
-from rlhf.plugins import PluginError, find_plugin, load_object, plugin_names
+from rlhf.plugins import PluginError, find_plugin, load_class, load_object, plugin_names
 from settings.strict import Strict, validate
 
 GROUP = "rlhf_cluster.test_plugins"
 BUILT_IN = {"one": 1, "two": 2}
+
+
+class Base(ABC):
+    """Base class of plug-ins that are classes."""
+
+    @abstractmethod
+    def read(self) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class Unfinished(Base):
+    def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -53,11 +68,39 @@ def test_an_installed_package_does_not_replace_a_plug_in_of_the_project() -> Non
         ("broken", "'numbers_of_mine:four' cannot be imported: AttributeError: "),
         ("nothing_of_mine:x", "'nothing_of_mine:x' cannot be imported: ModuleNotFoundError: "),
         ("numbers_of_mine:word", "'numbers_of_mine:word' is of type str, not int"),
+        ("builtins:bool", "'builtins:bool' is a class, not an instance of int"),
     ],
 )
 def test_a_name_that_stands_for_nothing_is_told_with_those_that_do(name: str, why: str) -> None:
     with pytest.raises(PluginError, match=why):
         find_plugin(GROUP, name, int, BUILT_IN)
+
+
+def test_the_line_that_fails_in_an_import_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package_of_mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "options.py").write_text("import json\n\nVALUE = json.loads('{')\n")
+    (package / "losses.py").write_text("from package_of_mine.options import VALUE\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        PluginError, match=r"^'package_of_mine.losses:x' .*: JSONDecodeError: .* \(options\.py:3\)$"
+    ):
+        load_object("package_of_mine.losses:x", object)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (f"{__name__}:Unfinished", "Unfinished' does not implement read"),
+        (f"{__name__}:Base", "Base' does not implement close, read"),
+        ("json:JSONDecoder", rf"'json:JSONDecoder' is no subclass of {__name__}\.Base"),
+        ("json:dumps", "'json:dumps' is of type function, not a class"),
+    ],
+)
+def test_a_class_that_is_no_plug_in_or_lacks_methods_is_refused(name: str, why: str) -> None:
+    with pytest.raises(PluginError, match=why):
+        load_class(name, Base)
 
 
 def test_a_table_may_look_for_a_plug_in_as_it_is_validated() -> None:

@@ -30,13 +30,13 @@ from nccl_transfer.registry import create_readers
 from nccl_transfer.transports import host_id
 from rlhf.access import Access
 from rlhf.contract import group_methods, role_methods
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, InvalidRequest
 from rlhf.plugins import PluginError, load_object
 from rlhf.roles import BUILT_IN, RoleSpec, find_role, role_names
 from rlhf.v1 import common_pb2
 from services.runtime.ranks import Ranks
 from services.runtime.server import RankServer
-from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register
+from services.runtime.worker import CallContext, CallResult, CallRows, Worker, register, registered_methods
 from settings.service import ServiceTable
 from settings.services import table_type
 
@@ -204,6 +204,31 @@ class LengthWorker(Worker):
         return CallResult({"length": responses.lengths.astype(np.float32)})
 
 
+class Silent(Worker):
+    """Has none of the methods of its role."""
+
+
+class ToAll(LengthWorker):
+    @register("ONE_TO_ALL")
+    def compute_length(self, rows: CallRows, request: Any, call: CallContext) -> CallResult:
+        return CallResult()
+
+
+@pytest.mark.parametrize(
+    ("worker", "said"),
+    [
+        (Silent, "Silent has no registered method compute_length for /test_"),
+        (ToAll, r"ToAll.compute_length is registered with ONE_TO_ALL, but /test_.* declares DP_PROTO"),
+    ],
+)
+def test_a_worker_that_does_not_fit_its_proto_is_refused(
+    worker: type[Worker], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "role", role(monkeypatch, service=service(monkeypatch)), raising=False)
+    with pytest.raises(ConfigError, match=said):
+        registered_methods(worker)
+
+
 def test_a_role_of_another_package_is_served_found_and_called(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"table": "settings.service:ServiceTable", "group": "controller.role_groups.group:RoleGroup"}
     name = role(monkeypatch, service=service(monkeypatch), **parts)
@@ -222,6 +247,8 @@ def test_a_role_of_another_package_is_served_found_and_called(monkeypatch: pytes
         ):
             cluster.connect()
             assert cluster.descriptions["lengths"].role == name
+            with pytest.raises(InvalidRequest, match=r"lengths has no method 'compute_lenth'; did you mean"):
+                cluster.group("lengths").call("compute_lenth")
             made = cluster.group("lengths").call("compute_length", FutureBatch.of(response_ids=responses))
             result = made.result(["length"], TIMEOUT_S)
             return np.array(fetcher.fetch(result, time.monotonic() + TIMEOUT_S)["length"])

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from nccl_transfer.refs.columns import Jagged
 from services.engines.base import EngineOffloaded
 from services.models.families import load_causal_lm
 from services.rollout import sampling as rollout_sampling
-from services.rollout.base import Generation, GenerationStopped, SamplingOptions
+from services.rollout.base import Generation, GenerationStopped, SamplingOptions, check_generation
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import choose, draw, log_distribution, row_seeds, uniforms
 
@@ -195,6 +196,36 @@ def test_a_model_that_is_not_finite_is_an_error_and_no_text(engine: HFRollout, m
     engine.load_weights((name, tensor * float("nan")) for name, tensor in model.state_dict().items())
     with pytest.raises(FloatingPointError, match="not finite"):
         engine.generate(PROMPTS, SAMPLED, SEEDS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"finish_reasons": ["stop"]}, "3 responses and 1 finish reasons for 3 prompts"),
+        (
+            {"responses": Jagged(torch.ones(3), np.array([1, 0, 2]))},
+            "0 tokens for row 1, which has to have 1 to 4",
+        ),
+        (
+            {"responses": Jagged(torch.ones(8), np.array([1, 2, 5]))},
+            "5 tokens for row 2, which has to have 1 to 4",
+        ),
+        (
+            {"log_probs": Jagged(torch.ones(5), np.array([1, 2, 2]))},
+            "other numbers of log-probabilities than of tok",
+        ),
+        (
+            {"log_probs": Jagged(torch.full((6,), torch.nan), np.array([1, 2, 3]))},
+            "not finite, first seen in row 0",
+        ),
+    ],
+)
+def test_responses_that_do_not_fit_the_prompts_are_an_error(changes: dict[str, Any], said: str):
+    lengths = np.array([1, 2, 3])
+    made = Generation(Jagged(torch.ones(6), lengths), Jagged(-torch.ones(6), lengths), ["stop"] * 3)
+    check_generation(made, 3, 4)
+    with pytest.raises((RuntimeError, FloatingPointError), match=said):
+        check_generation(replace(made, **changes), 3, 4)
 
 
 def test_sleep_on_cpu_frees_nothing_and_says_so(engine: HFRollout):

@@ -72,6 +72,21 @@ class Refusing(Tracker):
         pass
 
 
+class Unchecked(Refusing):
+    @classmethod
+    def check(cls) -> None:
+        raise KeyError("TOKEN")
+
+
+class Endless(Tracker):
+    """Lacks a method that every tracker has."""
+
+    def start(self, run: TrackedRun, config: Mapping[str, Any], resumed_id: str) -> Started:
+        return Started("endless")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
 class Stuck(Refusing):
     """Waits in its first step for as long as the test says."""
 
@@ -342,6 +357,8 @@ def test_a_tracker_is_told_how_the_run_ended(
     [
         ("wandv", r"'wandv' is unknown; did you mean 'wandb'\?; known: mlflow, wandb, or module:object"),
         ("no.such:Thing", "'no.such:Thing' cannot be imported: ModuleNotFoundError"),
+        (f"{__name__}:Endless", "Endless' does not implement end"),
+        (f"{__name__}:Unchecked", "Unchecked: its check failed: KeyError: 'TOKEN'"),
         ("controller.tracking.metrics:Sample", r"is no subclass of controller\.tracking\.tracker\.Tracker"),
     ],
 )

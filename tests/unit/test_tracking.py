@@ -43,7 +43,7 @@ from controller.tracking.report_page import before_and_after, stage_means
 from controller.tracking.run_directory import RunDirectory, json_text
 from controller.tracking.tensorboard import EventFile, crc32c
 from controller.tracking.timeline import Timeline, Track, read_events
-from rlhf.errors import ConfigError, RlhfError
+from rlhf.errors import ConfigError, InvalidRequest, RlhfError
 
 NOON = 1_767_268_800.0
 METRICS = {"reward/mean": 0.1 + 0.2, "kl/mean": 1e-9, "actor/loss": -2.0, "mem/actor_bytes": 123456789}
@@ -54,6 +54,11 @@ def log(run_dir: Path, *steps: dict[str, float]) -> None:
     with contextlib.closing(MetricsWriter(run_dir)) as writer:
         for step, metrics in enumerate(steps):
             writer.log(step, metrics)
+
+
+def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"^metric 'mine' has to be a number \(given: 'text'\)$"):
+        log(tmp_path, {"mine": "text"})  # type: ignore[dict-item]
 
 
 def open_files(directory: Path) -> list[str]:

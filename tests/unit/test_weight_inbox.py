@@ -38,8 +38,6 @@ KINDS = pytest.mark.parametrize(
 class KeptTensors(RolloutEngine):
     """An engine that generates nothing: it has the tensors that it was given."""
 
-    max_positions = None
-
     def __init__(self, wanted: WantedWeights, in_memory: bool, keeps: bool = False) -> None:
         self.tensors, self._keeps = wanted.allocate(), keeps
         self._in_memory, self._names = in_memory, {*wanted.layouts, *wanted.aliases}
