@@ -37,8 +37,8 @@ class OptimizerTable(Strict):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     weight_decay_on: Literal["all", "matrices"] = "all"
-    """Weights that `weight_decay` applies to. matrices: all but biases and weights of one dimension, such as those of
-    norms, as in Megatron and Hugging Face's Trainer (docs/engines.md#weight-decay)."""
+    """Weights that `weight_decay` applies to. matrices: all but biases, weights of norms, and weights of one
+    dimension, as in Megatron and Hugging Face's Trainer (docs/engines.md#weight-decay)."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this L2 norm, taken over all parameters."""
     reject_grad_norm: float = Field(default=0.0, ge=0)

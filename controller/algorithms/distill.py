@@ -49,8 +49,8 @@ class DistillOptions(Strict):
 
 
 def check(config: Config, options: DistillOptions) -> None:
-    """Raises ConfigError where the teacher has no model of its own, or the reward is mixed in without a service reward
-    or with one sample per prompt."""
+    """Raises ConfigError where the teacher has no model of its own, the reward is mixed in without a service reward or
+    with one sample per prompt, or it is to be shaped and is not mixed in."""
     teacher, student = config.services.get("reference"), config.services["actor"].model_directory
     if teacher is None or teacher.model_directory == student:
         raise ConfigError(
@@ -65,6 +65,11 @@ def check(config: Config, options: DistillOptions) -> None:
         raise ConfigError(
             "rollout.samples_per_prompt: reward_coefficient compares the responses to a prompt, so there have to be at "
             f"least 2 (given: {config.rollout.samples_per_prompt})"
+        )
+    if config.algorithm.shapes_rewards and not options.reward_coefficient:
+        raise ConfigError(
+            "algorithm.reward_normalization and algorithm.reward_clip: distill learns from no reward unless "
+            "algorithm.options.reward_coefficient is above 0"
         )
 
 

@@ -66,7 +66,7 @@ class OptimizerOptions:
         eps: added to the square root of the second moment.
         weight_decay: decoupled weight decay; a step multiplies the weights for which `decays` is True by
             1 - lr * weight_decay.
-        weight_decay_on: "all", or "matrices" for all but biases and weights of one dimension.
+        weight_decay_on: "all", or "matrices" for all but biases, weights of norms, and weights of one dimension.
         max_grad_norm: 2-norm to which a larger gradient is scaled down; inf for no clipping.
         reject_grad_norm: 2-norm above which a step is refused; inf for no limit.
         warmup_steps: steps of warm-up; step i of them, from 1, runs at lr * i / warmup_steps.
@@ -90,7 +90,9 @@ class OptimizerOptions:
 
     def decays(self, name: str, shape: Sequence[int]) -> bool:
         """Returns whether weight decay applies to a weight, given its name in the checkpoint and its whole shape."""
-        return self.weight_decay_on == "all" or (len(shape) > 1 and not name.endswith("bias"))
+        return self.weight_decay_on == "all" or (
+            len(shape) > 1 and not name.endswith(("bias", "norm.weight"))
+        )
 
     def lr_at(self, step: int) -> float:
         """Returns the learning rate of a step, counted from 0: that of warm-up step i is at i - 1."""

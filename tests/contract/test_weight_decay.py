@@ -14,7 +14,7 @@ import pytest
 import torch
 from model_types import CONFIGS, configuration, write_directory
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, Trainer
 
 from nccl_transfer.refs.columns import Jagged
 from nccl_transfer.refs.mesh import Mesh
@@ -163,3 +163,15 @@ def test_matrices_are_what_the_trainer_decays(model_type: str) -> None:
     theirs = decayed_by_trainer(model) & {name for name, _ in model.named_parameters()}
     vectors = {name for name, p in model.named_parameters() if p.ndim < 2}
     assert ours == theirs - vectors
+
+
+def test_norms_with_a_weight_per_head_do_not_decay() -> None:
+    """Those of queries and keys of Command R+ have two dimensions."""
+    config = CONFIG_MAPPING["cohere"](**CONFIGS["cohere"], use_qk_norm=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    options = OptimizerOptions(weight_decay_on="matrices")
+    named = dict(model.named_parameters())
+    assert {name for name, p in named.items() if p.ndim == 2 and name.endswith("norm.weight")}
+    ours = {name for name, p in named.items() if options.decays(name, p.shape)}
+    assert ours == decayed_by_trainer(model) & named.keys()

@@ -244,9 +244,11 @@ STORMS = (False, True, False, True, False)
 
 
 def random_rewards(name: str, seed: int) -> list[str]:
-    """Settings of some runs: rewards that are normalized by all so far, and rounds of generation."""
+    """Settings of some runs: rewards that are normalized by all so far, where they are learned from, and rounds of
+    generation."""
     chosen = random.Random(f"rewards {seed}")
-    running = ["algorithm.reward_normalization='running'"] if chosen.random() < 0.3 else []
+    is_running = chosen.random() < 0.3 and name != "distill"
+    running = ["algorithm.reward_normalization='running'"] if is_running else []
     has_rounds = name in ("grpo", "rloo", "reinforce_pp") and chosen.random() < 0.3
     return [*running, *(["algorithm.options={max_rounds=3}"] if has_rounds else [])]
 

@@ -118,6 +118,16 @@ LORA = "services.actor.lora.rank=4"
         ),
         ((MIXED, "rollout.samples_per_prompt=2"), ("reward",), "reward_coefficient: needs a service reward"),
         (("algorithm.options.discount=1.5",), (), "discount: must be at most 1"),
+        (
+            ("algorithm.reward_clip=[0,1]",),
+            (),
+            r"algorithm\.reward_clip: distill learns from no reward unless",
+        ),
+        (
+            ("algorithm.reward_normalization='running'",),
+            (),
+            "reward_normalization and .* from no reward unless",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(
