@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.checkpoints.resume_point import ResumePoint
-from controller.config.checkpoint import CheckpointTable
 from controller.config.config import Config, load, with_settings
-from controller.config.tracking import TrackingTable
 from controller.job import FinishedRun
 from controller.opening import open_planned
 from controller.plan import Plan
@@ -85,8 +83,7 @@ def _config(
     else:
         raise ConfigError(f"{directory} is a model directory: --config has to say which services measure it")
     needed = {name: table for name, table in config.services.items() if table.role in MEASURING}
-    update = {"services": needed, "checkpoint": CheckpointTable(), "tracking": TrackingTable()}
-    return config.model_copy(update=update)
+    return config.without_outputs().model_copy(update={"services": needed})
 
 
 def _with_model(tables: dict[str, Any], model: Path) -> dict[str, Any]:

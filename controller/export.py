@@ -13,9 +13,7 @@ from pathlib import Path
 import tomli_w
 
 from controller.checkpoints.resume_point import ResumePoint
-from controller.config.checkpoint import CheckpointTable
 from controller.config.config import Config
-from controller.config.tracking import TrackingTable
 from controller.launch import LaunchedServices
 from controller.opening import explained, session_of
 from controller.role_groups.cluster import Cluster, Restoration, SavedState
@@ -80,9 +78,8 @@ def _config(directory: Path, point: ResumePoint, service: str, settings: tuple[s
     if service not in saved:
         raise ConfigError(f"{directory} has no weights of a service {service!r}; it has: {', '.join(saved)}")
     update = {"rewards": {}, "placement": None, "devices": []}
-    update |= {"checkpoint": CheckpointTable(), "tracking": TrackingTable()}
     update |= {"services": {service: config.services[service]}}
-    return config.model_copy(update=update)
+    return config.without_outputs().model_copy(update=update)
 
 
 def _with_service(config: Config, name: str, **update: object) -> Config:

@@ -135,6 +135,14 @@ class Config(Strict):
         table = self.rollout.evaluation
         return {source.label: table.with_values(source.evaluation) for source in self.data.all_sources}
 
+    def without_outputs(self) -> Config:
+        """Returns the configuration without checkpoints, `run.patience`, which needs them, and trackers, for what is no
+        training of its own."""
+        run = self.run.model_copy(update={"patience": 0})
+        return self.model_copy(
+            update={"run": run, "checkpoint": CheckpointTable(), "tracking": TrackingTable()}
+        )
+
     def has_reward(self, reward: str) -> bool:
         """Returns whether there is a service of the algorithm's reward or cost `reward`; see `recipes`."""
         return any(part in self.services for recipe in self.recipes(reward).values() for part in recipe)

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from rich.table import Table
 
-from controller.config.checkpoint import CheckpointTable
 from controller.config.config import Config
-from controller.config.tracking import TrackingTable
 from controller.job import open_run
 from controller.mapping.calibrate import Calibration, ProbedCall, calibrate, table_text
 from controller.mapping.configured import ConfiguredModels, models_of
@@ -132,6 +130,7 @@ def _probe_config(config: Config) -> Config:
         "rollouts_every": 0,
         "verify_every": 0,
     }
+    config = config.without_outputs()
     algorithm = config.algorithm.model_copy(update={"critic_warmup_steps": 0, "on_truncated": "train"})
     return config.model_copy(
         update={
@@ -139,8 +138,6 @@ def _probe_config(config: Config) -> Config:
             "run": config.run.model_copy(update=run),
             "algorithm": algorithm,
             "rollout": config.rollout.model_copy(update={"segments": 1, "chunks": 1}),
-            "checkpoint": CheckpointTable(),
-            "tracking": TrackingTable(),
         }
     )
 

@@ -77,10 +77,17 @@ class Sample:
     ground_truth: str
     reward: float
     """Score of the reward service."""
+    source: str = ""
+    """Label of the prompt's source, with `data.sources`."""
+
+    @property
+    def fields(self) -> dict[str, str | float]:
+        """The fields by name, without `source` where it is empty."""
+        return {name: value for name, value in asdict(self).items() if name != "source" or value}
 
 
 class SamplesWriter:
-    """Writes sample responses to `samples.jsonl`, one per line: step and the fields of `Sample`."""
+    """Writes sample responses to `samples.jsonl`, one per line: step and `Sample.fields`."""
 
     def __init__(self, run_dir: Path) -> None:
         """Raises RlhfError where the file cannot be created."""
@@ -92,7 +99,7 @@ class SamplesWriter:
         Raises:
             RlhfError: Writing failed; the text is one line with directory, reason and file.
         """
-        self._lines.append(b"".join(_line({"step": step, **asdict(row)}) for row in rows))
+        self._lines.append(b"".join(_line({"step": step, **row.fields}) for row in rows))
 
     def close(self) -> None:
         """Closes the file; may be called again."""
@@ -125,7 +132,7 @@ def each_sample(run_dir: Path) -> Iterator[tuple[int, Sample]]:
     """
     for line in read_json_lines(run_dir / SAMPLES_FILE):
         texts = line["prompt"], line["response"], line["ground_truth"]
-        yield int(line["step"]), Sample(*texts, float(line["reward"]))
+        yield int(line["step"]), Sample(*texts, float(line["reward"]), line.get("source", ""))
 
 
 def _line(obj: Mapping[str, object]) -> bytes:

@@ -8,7 +8,6 @@ import itertools
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from controller.tracking.metrics import Sample
@@ -71,7 +70,7 @@ class MlflowTracker(Tracker):
         self._log(step, {**metrics, MARKER: float(step)})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        lines = "".join(f"{json_text(asdict(sample))}\n" for sample in samples)
+        lines = "".join(f"{json_text(sample.fields)}\n" for sample in samples)
         self._client.log_text(self._id, lines, f"samples/step-{step}.jsonl")
 
     def end(self, status: Status, summary: Mapping[str, Any]) -> None:

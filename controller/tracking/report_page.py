@@ -94,7 +94,8 @@ def stage_means(figures: Figures) -> dict[str, float]:
 
 
 def before_and_after(samples: Mapping[int, Sequence[Sample]]) -> tuple[list[int], list[tuple[Sample, ...]]]:
-    """Returns the first and the last step with samples, and for each prompt with samples at both the two samples.
+    """Returns the first and the last step with samples, and for each prompt of a source with samples at both the two
+    samples.
 
     Returns one step, and one sample per prompt, where only one step has samples.
     """
@@ -102,8 +103,8 @@ def before_and_after(samples: Mapping[int, Sequence[Sample]]) -> tuple[list[int]
     last = samples[steps[-1]]
     if len(steps) < 2:
         return steps, [(sample,) for sample in last]
-    first = {sample.prompt: sample for sample in samples[steps[0]]}
-    pairs = [(first[sample.prompt], sample) for sample in last if sample.prompt in first]
+    first = {(sample.source, sample.prompt): sample for sample in samples[steps[0]]}
+    pairs = [(first[key], sample) for sample in last if (key := (sample.source, sample.prompt)) in first]
     return [steps[0], steps[-1]], pairs
 
 
@@ -221,15 +222,17 @@ def _sample_table(samples: Mapping[int, Sequence[Sample]]) -> str:
         return ""
     steps, rows = before_and_after(samples)
     names = [f"Step {step}" if step else "Before training" for step in steps]
+    source = ["Source"] if any(row[-1].source for row in rows) else []
     shown = (
         [
+            *(code(row[-1].source) for _ in source),
             code(row[-1].prompt),
             code(row[-1].ground_truth),
             *(f"{code(sample.response)}<small>reward {figure_text(sample.reward)}</small>" for sample in row),
         ]
         for row in rows
     )
-    return card("Sample responses", table(["Prompt", "Expected", *names], shown), is_wide=True)
+    return card("Sample responses", table([*source, "Prompt", "Expected", *names], shown), is_wide=True)
 
 
 def _run_table(values: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ import importlib
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from controller.tracking.metrics import Sample
 from controller.tracking.tracker import END_S, Started, Status, TrackedRun, Tracker
 from rlhf.errors import ConfigError
 
-COLUMNS = ("prompt", "response", "ground_truth", "reward")
 EXIT_CODES: Mapping[Status, int] = {"finished": 0, "failed": 1, "stopped": 130}
 
 
@@ -73,8 +71,9 @@ class WandbTracker(Tracker):
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         wandb = importlib.import_module("wandb")
-        rows = [[asdict(sample)[name] for name in COLUMNS] for sample in samples]
-        self._run.log({"samples": wandb.Table(columns=list(COLUMNS), data=rows)}, step=step)
+        columns = list(samples[0].fields)
+        rows = [[*sample.fields.values()] for sample in samples]
+        self._run.log({"samples": wandb.Table(columns=columns, data=rows)}, step=step)
 
     def end(self, status: Status, summary: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(summary))

@@ -73,6 +73,7 @@ class Evaluator:
     ) -> None:
         self.history: list[dict[str, float]] = []
         self.is_recorded = True
+        self._samples: list[Sample] = []
         self._config = config
         self._data = data
         self._limit = limit
@@ -109,6 +110,7 @@ class Evaluator:
             evaluation: Measures the rows.
         """
         started = self._cluster.session.now()
+        self._samples = []
         parts: list[Mapping[str, np.ndarray]] = []
         sources: list[Mapping[str, np.ndarray]] = []
         for batch in self._batches(evaluation):
@@ -123,6 +125,8 @@ class Evaluator:
                 if self.is_recorded:
                     self._recorder.calls(step.number, with_parts(records))
             self._cluster.release(step)
+        if self._samples and self.is_recorded:
+            self._recorder.samples(step.number, self._samples)
         numbers = _joined(parts)
         found = dict(evaluation.summarize(numbers))
         if sources and numbers:
@@ -145,10 +149,9 @@ class Evaluator:
         tables = list(self._config.evaluations.values())
         return batches(self._data, self.rows, tables, most, self._config.run.samples)
 
-    def write_samples(self, step: StepContext | None, samples: Sequence[Sample]) -> None:
-        """Writes sample responses of a step (None: the newest) if `is_recorded`."""
-        if self.is_recorded:
-            self._recorder.samples(self._cluster.session.step_of(step).number, samples)
+    def add_samples(self, samples: Sequence[Sample]) -> None:
+        """Adds sample responses to those of the evaluation under way, which are written together at its end."""
+        self._samples += samples
 
 
 def has_stalled(config: Config, history: Sequence[Mapping[str, float]]) -> bool:

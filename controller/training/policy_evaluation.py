@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from client.session import StepContext
 from controller.config.config import Config
 from controller.config.rollout import EvaluationTable
 from controller.role_groups.dataflow import FutureBatch
@@ -48,14 +47,14 @@ class PolicyEvaluation:
         groups: Role groups of the services, by name.
         actor: The policy.
         reward: Function that returns the reward or cost of a name.
-        write_samples: Function that writes sample responses of a step; None: the newest.
+        add_samples: Function that takes sample responses of the evaluation under way.
     """
 
     config: Config
     groups: Mapping[str, RoleGroup]
     actor: Actor
     reward: Callable[[str], Reward]
-    write_samples: Callable[[StepContext | None, list[Sample]], None]
+    add_samples: Callable[[Sequence[Sample]], None]
 
     def evaluation(self) -> Evaluation:
         """Returns the `Evaluation` that generates and scores responses, and summarizes their rewards. Calls no service
@@ -73,7 +72,7 @@ class PolicyEvaluation:
         if "source" in rows:
             values[SOURCES] = np.asarray(texts_of(rows, "source"))
         if len(shown):
-            self._write_samples((rows | responses).take(shown), values[SCORES][shown])
+            self.add_samples(_samples((rows | responses).take(shown), values[SCORES][shown]))
         return values, (responses | scored, *others.values())
 
     def _summarize(self, values: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -100,18 +99,20 @@ class PolicyEvaluation:
         rewards = [name for name, group in self.groups.items() if isinstance(group, RewardGroup)]
         return self.config.other_rewards(rewards)
 
-    def _write_samples(self, shown: FutureBatch, scores: np.ndarray) -> None:
-        """Writes rows with columns prompt, response and ground_truth, and their scores [rows], as samples."""
-        columns = [texts_of(shown, name) for name in ("prompt", "response", "ground_truth")]
-        rows = zip(*columns, scores.tolist(), strict=True)
-        self.write_samples(shown.step, [Sample(*row) for row in rows])
-
 
 def _shown(prompts: FutureBatch) -> np.ndarray:
     """Returns the indices of the rows of a batch of which a response is shown [shown] int64."""
     column = prompts.result([SHOWN])[SHOWN]
     assert isinstance(column, LocalColumn)
     return np.flatnonzero(np.asarray(column.values))
+
+
+def _samples(shown: FutureBatch, scores: np.ndarray) -> list[Sample]:
+    """Returns samples of rows with columns prompt, response, ground_truth and perhaps source, and their scores
+    [rows]."""
+    columns = [texts_of(shown, name) for name in ("prompt", "response", "ground_truth")]
+    sources = texts_of(shown, "source") if "source" in shown else [""] * shown.rows
+    return [Sample(*row) for row in zip(*columns, scores.tolist(), sources, strict=True)]
 
 
 def _pass_at_k(scores: np.ndarray, table: EvaluationTable) -> dict[str, float]:

@@ -237,10 +237,10 @@ class Run:
         """Returns the default `Evaluation`: the mean reward of responses as `rollout.evaluation` samples them, which
         needs a service reward."""
 
-        def write(step: StepContext | None, samples: list[Sample]) -> None:
-            self._evaluator.write_samples(step, samples)  # RecordingRun has no evaluator
+        def add(samples: Sequence[Sample]) -> None:
+            self._evaluator.add_samples(samples)  # RecordingRun has no evaluator
 
-        return PolicyEvaluation(self.config, self.groups, self.actor(), self.reward, write).evaluation()
+        return PolicyEvaluation(self.config, self.groups, self.actor(), self.reward, add).evaluation()
 
     def keep(self, name: str, state: S) -> S:
         """Registers a dataclass that the algorithm changes from step to step, and returns it. Call it before `steps`.

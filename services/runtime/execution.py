@@ -192,6 +192,7 @@ class CallQueue:
             self.sessions.open(header)
             self._store.begin(header.session)
             self._turns.begin_session(header.session)
+        self.sessions.check(header)
         self.sessions.noticed(header.session)
         self._check_endpoints(method, request)
         meets = registration.collective and self.worker.ranks.size > 1

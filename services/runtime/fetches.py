@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -107,6 +108,18 @@ def _started_thread() -> ThreadPoolExecutor:
     thread = ThreadPoolExecutor(1, "transfer")
     thread.submit(int)
     return thread
+
+
+async def ends_in_time(fetch: asyncio.Future[CallRows], deadline: float) -> bool:
+    """Waits for a fetch of a call, and returns whether it has ended in time for the ranks to agree on its outcome. One
+    whose transport keeps the deadline of `fetch_rows` has.
+
+    Args:
+        fetch: The fetch.
+        deadline: Deadline of the call, in seconds of `time.monotonic()`.
+    """
+    latest = (time_to_agree(deadline) + deadline) / 2  # after the deadline of the fetch
+    return bool((await asyncio.wait([fetch], timeout=max(latest - time.monotonic(), 0)))[0])
 
 
 def fetch_rows(

@@ -16,7 +16,7 @@ from services.runtime.calls import ActiveCall
 from services.runtime.compute import ComputeThread
 from services.runtime.deadlines import ANSWER_S
 from services.runtime.encoding import ResponseEncoder
-from services.runtime.fetches import MOST_ABANDONED, Abandoned, FetchQueue, fetch_rows
+from services.runtime.fetches import MOST_ABANDONED, Abandoned, FetchQueue, ends_in_time, fetch_rows
 from services.runtime.phases import RankPhase
 from services.runtime.sessions import Sessions
 from services.runtime.turn_queue import TurnQueue
@@ -232,15 +232,14 @@ class CallRunner:
 
     async def _fetched(self, call: ActiveCall) -> tuple[CallRows, Exception | None]:
         """Waits for the rows of a call; returns (rows, None), or (NO_ROWS, error) if the fetch failed, was cancelled,
-        or has not ended by the call's deadline, as with a transport that does not keep the earlier deadline it is
-        given. A call without rows gives (NO_ROWS, None)."""
+        or has not ended in time, see `ends_in_time`. A call without rows gives (NO_ROWS, None)."""
         if call.fetch is None:
             return NO_ROWS, None
-        waited, name = time.monotonic(), call.method.name
-        done, _ = await asyncio.wait([call.fetch], timeout=max(call.context.deadline - waited, 0))
-        if not done:
+        waited, late = time.monotonic(), f"{call.method.name}: its rows were not there by its deadline"
+        if not await ends_in_time(call.fetch, call.context.deadline):
             self.drop_rows(call)
-            return NO_ROWS, DeadlineExceeded(f"{name}: its rows were not there by its deadline")
+            call.fetch = asyncio.get_running_loop().create_future()
+            call.fetch.set_exception(DeadlineExceeded(late))
         if call.fetch.cancelled():
             return NO_ROWS, CallCancelled(f"call {call.call_id} was cancelled while it fetched")
         if error := call.fetch.exception():

@@ -64,7 +64,8 @@ class Sessions:
     ) -> None:
         self.is_shared = is_shared
         self.started_unix_ns = 0
-        self._open: dict[str, None] = {}
+        self._open: dict[str, int] = {}
+        """Start of each open session, in Unix nanoseconds, by its name."""
         self._ended, self._is_busy = ended, is_busy
         self._streams: Counter[str] = Counter()
         self._absences: dict[str, asyncio.TimerHandle] = {}
@@ -106,16 +107,24 @@ class Sessions:
             )
         for name in self._to_end(call):
             self._close(name)
-        self._open[call.session] = None
+        self._open[call.session] = started
         self.started_unix_ns = max(self.started_unix_ns, started)
         self.noticed(call.session)
 
     def check(self, call: common_pb2.Call) -> None:
-        """Raises Refused if a call is ordered (has a sequence number) and its session is not open."""
-        if call.sequence and call.session not in self._open:
+        """Raises Refused if a call is ordered (has a sequence number) and its session is not open, or has begun again
+        since, as where a message comes late."""
+        if not call.sequence:
+            return
+        if call.session not in self._open:
             is_superseded = self._open and not self.is_shared
             how = f"was superseded by {self._current}" if is_superseded else "has ended"
             raise Refused(f"session {call.session!r} {how}")
+        if call.session_started_unix_ns < self._open[call.session]:
+            raise Refused(
+                f"session {call.session!r} has begun again: the start in the call, {call.session_started_unix_ns}, is "
+                f"before its own, {self._open[call.session]}"
+            )
 
     def noticed(self, name: str) -> None:
         """Notes that a call of a session has arrived or ended. On a shared rank, restarts the SILENCE_S timer of the

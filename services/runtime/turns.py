@@ -205,9 +205,10 @@ class TurnOrder:
         self._first = to if to in self.heads else None
 
     def give_up(self, ticket: Ticket) -> None:
-        """Removes a waiting call, which will not run, so that later calls do not wait for it."""
+        """Removes a waiting call, which will not run, so that later calls of its session do not wait for it."""
         self._leave(ticket)
-        self.abandon(ticket.session, ticket.number)
+        if self._session_of(ticket):
+            self.abandon(ticket.session, ticket.number)
 
     def abandon(self, session: str, number: int) -> None:
         """Lets later calls of the session run without waiting for this sequence number. A call may still `join` with

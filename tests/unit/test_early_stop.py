@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from unit.simulated_run import QUICKSTARTS, Simulation, Weather, simulate
 
-from controller import plan
+from controller import evaluate, export, plan
 from controller.config.config import Config, load
+from controller.mapping import probe
 from controller.role_groups.dataflow import FutureBatch
 from controller.tracking.contents import SUMMARY_FILE
 from controller.training.evaluation import Evaluation, Measured, has_stalled
@@ -149,3 +150,15 @@ def test_a_run_that_has_ended_says_how_it_goes_on(tmp_path: Path) -> None:
 def test_patience_needs_evaluations_and_a_metric_of_them(settings: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(QUICKSTARTS / "quickstart.toml", settings)
+
+
+def test_configs_that_are_made_of_that_of_a_run_with_patience_are_valid(tmp_path: Path) -> None:
+    """Those of an evaluation, an export and a probe, which have no checkpoints."""
+    given, settings = QUICKSTARTS / "quickstart.toml", watching(2)
+    point: Any = SimpleNamespace(facts={"config": config_of(2).model_dump(mode="json", exclude_none=True)})
+    for made in (
+        evaluate._config(tmp_path, None, given, settings),
+        export._config(tmp_path, point, "actor", ()),
+        probe._probe_config(load(given, settings)),
+    ):
+        Config.model_validate(made.model_dump(mode="json", exclude_none=True))

@@ -294,10 +294,22 @@ def test_at_most_as_many_rows_of_a_source_are_evaluated(tmp_path: Path) -> None:
     assert [int(alone[row].text) for row in range(len(alone))] == chosen
 
 
-def test_samples_are_of_every_source_in_turn(tmp_path: Path) -> None:
-    run = simulate(tmp_path, "grpo", "run.steps=1", "run.samples=5", *two_sources(tmp_path))
-    shown = [sample.prompt for step, rows in run.notes.samples_of for sample in rows if step == 0]
-    assert shown == ["heldout 0", "heldout 1", "heldout 2", "aime 0", "aime 1"]
+@pytest.mark.parametrize("own", ["", "evaluation={samples=3,temperature=0.7}"])
+def test_samples_are_of_every_source_in_turn_and_written_together(tmp_path: Path, own: str) -> None:
+    """Trackers keep one table of a step. With settings of its own, a source has batches of its own."""
+    run = simulate(tmp_path, "grpo", "run.steps=1", "run.samples=5", *two_sources(tmp_path, own))
+    assert [step for step, _ in run.notes.samples_of] == [0, 1]
+    shown = [(sample.source, sample.prompt) for sample in run.notes.samples_of[0][1]]
+    assert shown == [
+        *(("math", f"heldout {row}") for row in range(3)),
+        *(("aime", f"aime {row}") for row in range(2)),
+    ]
+
+
+def test_samples_of_a_single_source_have_no_source(tmp_path: Path) -> None:
+    run = simulate(tmp_path, "grpo", "run.steps=1", "run.samples=5", "run.evaluation_rows=2")
+    ((_, shown), _) = run.notes.samples_of
+    assert [list(sample.fields) for sample in shown] == [["prompt", "response", "ground_truth", "reward"]] * 5
 
 
 def test_held_out_prompts_are_sampled_in_batches_of_whole_prompts(tmp_path: Path) -> None:

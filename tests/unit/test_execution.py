@@ -157,22 +157,28 @@ class WatchedFetcher(fetch.Fetcher):
 
 
 async def call(
-    queue: CallQueue, call_id: str, number: int, *, sequence: int = 0, timeout_s: float = 10
+    queue: CallQueue, call_id: str, number: int, *, sequence: int = 0, timeout_s: float = 10, started: int = 0
 ) -> Any:
-    """The response to a call with one row of one number; raises what the call fails with."""
+    """The response to a call with one row of one number, of a session that has started then; raises what the call
+    fails with."""
     column = LocalColumn(Jagged(np.array([number]), np.array([1])))
-    return await call_with(queue, call_id, column, sequence=sequence, timeout_s=timeout_s)
+    return await call_with(queue, call_id, column, sequence=sequence, timeout_s=timeout_s, started=started)
 
 
 async def call_with(
-    queue: CallQueue, call_id: str, prompt_ids: Column, *, sequence: int = 0, timeout_s: float = 10
+    queue: CallQueue,
+    call_id: str,
+    prompt_ids: Column,
+    *,
+    sequence: int = 0,
+    timeout_s: float = 10,
+    started: int = 0,
 ) -> Any:
     """The response to a call with this column; raises what the call fails with."""
     method = group_methods("reference")["compute_ref_log_prob"]
     batch = Batch(prompt_ids.rows, {"prompt_ids": prompt_ids})
-    request = cast(Any, method.request)(
-        call=common_pb2.Call(call_id=call_id, sequence=sequence), batch=wire.to_proto(batch), temperature=1.0
-    )
+    header = common_pb2.Call(call_id=call_id, sequence=sequence, session_started_unix_ns=started)
+    request = cast(Any, method.request)(call=header, batch=wire.to_proto(batch), temperature=1.0)
     registration = cast(Any, Reference.compute_ref_log_prob).registration
     return await queue.start(method, registration, request, timeout_s)
 
@@ -416,6 +422,21 @@ def test_the_rows_of_a_session_that_begins_again_are_kept() -> None:
 
     asyncio.run(main())
     store.close()
+
+
+def test_a_late_call_of_a_session_that_has_begun_again_takes_no_number_of_it() -> None:
+    """As one that the kernel of a controller's host has sent again over the connection of before."""
+
+    async def main() -> None:
+        queue = CallQueue(Reference(TABLE, Ranks(0, 1, 1)), TensorStore(1 << 16), fetch.Fetcher("", []))
+        await call(queue, "before", 7, sequence=1, started=5)
+        queue.sessions.end("")
+        await call(queue, "again", 7, sequence=1, started=6)
+        with pytest.raises(Refused, match=r"session '' has begun again: .* 5, is before its own, 6"):
+            await call(queue, "late", 7, sequence=2, started=5)
+        await call(queue, "next", 7, sequence=2, started=6)
+
+    asyncio.run(main())
 
 
 class HeldFetcher(fetch.Fetcher):

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.contract import group_methods
-from rlhf.errors import OutOfStep, Refused, RlhfError
+from rlhf.errors import DeadlineExceeded, OutOfStep, PeerFailed, Refused, RlhfError
 from rlhf.v1 import common_pb2
+from services.runtime import fetches as fetches_module
 from services.runtime import sessions, turn_queue
 from services.runtime.execution import CallQueue
 from services.runtime.ranks import Ranks
@@ -295,6 +296,38 @@ def test_rows_that_one_session_waits_for_hold_up_no_other() -> None:
         for rank in range(2):
             service.send(rank, "a", 2)
         assert not any((await service.ended()).values())
+        await service.close()
+
+    asyncio.run(main())
+
+
+class OneHangs(Fetches):
+    """A fetcher that keeps no deadline: fetches of batches with rows last until they are released."""
+
+    def fetch(self, batch: Any, deadline: float, relay: Any, **options: Any) -> Any:
+        if batch.rows:
+            self.released.wait(WITHIN_S)
+        return SimpleNamespace(fetched_bytes=0, traffic={}, rows=0, values={}, verify=lambda: None)
+
+
+def test_all_ranks_learn_that_the_rows_of_one_did_not_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Half a second for the rows, and all the rest for the ranks to agree, however busy the host is.
+    monkeypatch.setattr(fetches_module, "time_to_agree", lambda deadline: deadline - 2 * WITHIN_S + 1)
+
+    async def main() -> None:
+        fetches = OneHangs()
+        service = Service(2, fetches)
+        for rank in range(2):
+            service.send(rank, "a", 1, batch=common_pb2.Batch(rows=rank))
+        for number in (2, 3):
+            for rank in range(2):
+                service.send(rank, "a", number)
+        errors = await service.ended()
+        fetches.released.set()
+        assert isinstance(errors[0, "a", 1], PeerFailed)
+        assert isinstance(errors[1, "a", 1], DeadlineExceeded)
+        assert "its rows were not there by its deadline" in str(errors[1, "a", 1])
+        assert not any(errors[rank, "a", number] for rank in range(2) for number in (2, 3))
         await service.close()
 
     asyncio.run(main())

@@ -292,7 +292,7 @@ class TestMetrics:
         assert len(lines) > 10
 
     def test_samples_read_back(self, tmp_path: Path) -> None:
-        rows = [Sample("1+1=", "2\n", "2", 1.0), Sample("é<&>\x00", "\U0001f600", "", -0.5)]
+        rows = [Sample("1+1=", "2\n", "2", 1.0), Sample("é<&>\x00", "\U0001f600", "", -0.5, "aime")]
         with contextlib.closing(SamplesWriter(tmp_path)) as writer:
             writer.log(0, rows[:1])
             writer.log(10, rows)
@@ -851,3 +851,8 @@ class TestReport:
         steps, pairs = before_and_after(figures.samples)
         assert steps == [0, 9]
         assert [(first.response, last.response) for first, last in pairs] == [("b0", "b9"), ("a0", "a9")]
+
+    def test_samples_before_and_after_belong_to_one_source(self) -> None:
+        samples = {step: [Sample("p", f"{name}{step}", "", 0.0, name) for name in "ab"] for step in (0, 9)}
+        _, pairs = before_and_after(samples)
+        assert [(first.response, last.response) for first, last in pairs] == [("a0", "a9"), ("b0", "b9")]

@@ -166,6 +166,21 @@ def test_a_call_of_a_session_that_has_ended_gives_way_for_good_also_where_anothe
     run(turns, turns.join("run", 1))
 
 
+def test_a_call_of_a_session_that_has_ended_gives_up_no_number_of_another_one_of_its_name(
+    turns: TurnOrder,
+) -> None:
+    """It has waited until its deadline, as after `give_way`."""
+    for each in range(1, 3):
+        run(turns, turns.join("run", each))
+    old = turns.join("run", 3)
+    turns.end_session("run")
+    turns.begin_session("run")
+    run(turns, turns.join("run", 1))
+    turns.give_up(old)
+    run(turns, turns.join("run", 2))
+    run(turns, turns.join("run", 3))
+
+
 def test_calls_of_two_sessions_run_by_arrival_and_each_session_by_its_numbers(turns: TurnOrder) -> None:
     turns.begin_session("other")
     second = turns.join("run", 2)
