@@ -360,6 +360,17 @@ def test_calls_and_tools_that_are_null_are_none(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_parts_of_a_content_have_the_keys_that_the_file_gives_them(kind: str, tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "image": "i.png"}]
+    template = (
+        "{% for part in messages[0].content %}{{ '[image]' if 'image' in part else part.text }}{% endfor %}"
+    )
+    rows = [{"prompt": [{"role": "user", "content": parts}]}]
+    _, (row,) = loaded(tmp_path, rows, kind=kind, template=template)
+    assert row.text == "a[image]"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_null_in_arguments_is_that_of_the_file_and_not_that_of_a_dataset(kind: str, tmp_path: Path) -> None:
     talk = [user("a"), assistant(None, call("f", x=None, y="1"))]
     _, (row,) = loaded(tmp_path, [{"messages": talk}], "response", kind=kind)
