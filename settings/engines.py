@@ -26,6 +26,9 @@ NO_ROLLOUT = "none"
 LOWEST_TEMPERATURE = 1e-6
 """Lowest sampling temperature: quotients of logits and smaller ones leave the range of float32."""
 
+REPETITION_PENALTIES = (1e-6, 1e6)
+"""Lowest and highest repetition penalty: quotients and products of logits and others leave the range of float32."""
+
 VLLM_TEMPERATURES = (0.01, 2.0)
 """Lowest and highest sampling temperature allowed with vLLM, which replaces lower ones by the lowest with no more
 than a line in its log."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from settings.engines import LOWEST_TEMPERATURE
+from settings.engines import LOWEST_TEMPERATURE, REPETITION_PENALTIES
 from settings.generation import RESPONSE_TOKENS
 from settings.strict import Fraction, Positive, Seconds, Strict
 
@@ -48,7 +48,7 @@ class EvaluationTable(Strict):
     """Samples from the smallest set of tokens whose probabilities sum to at least top_p."""
     min_p: Fraction = 0.0
     """Samples from the tokens that are at least min_p times as probable as the most probable one. 0: from all."""
-    repetition_penalty: float = Field(default=1.0, gt=0)
+    repetition_penalty: float = Field(default=1.0, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
     """Divides the logits of tokens that the prompt or the response contains where they are positive, and multiplies
     them where they are negative; also with temperature 0. 1: none. For evaluations alone: see docs/rollout.md."""
     solved_at: float = 1.0

@@ -90,12 +90,17 @@ def keys_beside_content(message: Mapping[str, Any]) -> list[list[str]]:
 
 def _with_prompt_of_conversation(row: Row) -> Row:
     """Returns a row with a prompt in place of its conversation: its messages without the last one, if that is of the
-    assistant; the row itself where it has none."""
+    assistant; the row itself where it has none. Raises MalformedRow where the conversation has no other message."""
     for name in (TRANSCRIPT, "response", "chosen"):
         given = row.get(name)
         if given and isinstance(given, list) and isinstance(last := given[-1], dict):
             rest = {other: value for other, value in row.items() if other != name}
-            return {"prompt": given[:-1] if is_of_assistant(last) else given, **rest}
+            prompt = given[:-1] if is_of_assistant(last) else given
+            if not prompt:
+                raise MalformedRow(
+                    f"no field prompt, and {name} has no message before that of the assistant, to which it responds"
+                )
+            return {"prompt": prompt, **rest}
     return row
 
 

@@ -67,14 +67,13 @@ def with_parsed_arguments(messages: Sequence[Any]) -> Sequence[Any]:
 
 def without_null_keys(messages: Sequence[Any], *, fills_nulls: bool) -> list[Any]:
     """Returns messages without the keys whose value is null, which templates may take for given ones; `role` and
-    `content`, which every message has, stay as they are. With `fills_nulls` (see `RowReader`) also the objects in the
-    values of other keys are without such keys."""
-    fixed = ("role", "content")
+    `content`, which every message has, stay. With `fills_nulls` (see `RowReader`) also the objects in the values, such
+    as the parts of a content, are without such keys."""
     return [
         {
-            key: without_filled_keys(value) if fills_nulls and key not in fixed else value
+            key: without_filled_keys(value) if fills_nulls else value
             for key, value in message.items()
-            if value is not None or key in fixed
+            if value is not None or key in ("role", "content")
         }
         if isinstance(message, dict)
         else message

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from controller.data.conversations import TRANSCRIPT, is_trained
+from controller.data.conversations import TRANSCRIPT, is_trained, keys_beside_content
 from controller.data.malformed import MalformedRow
 from controller.data.readers import RowReader
 from controller.data.text_files import Row
@@ -71,7 +71,9 @@ class TurnRows:
         messages."""
         number, turn = self._place(row)
         place = self._rows.where(number)
-        return f"{place}, turn {turn + 1} of the assistant" if self._field(self._rows[number]) else place
+        read = self._turns(self._rows[number])[turn]
+        field = self._field(read)
+        return f"{place}, turn {len(_turns_in(read[field]))} of the assistant" if field else place
 
     def _place(self, row: int) -> tuple[int, int]:
         """Returns the number of a row in the file, and that of the turn in it, from 0."""
@@ -93,9 +95,7 @@ class TurnRows:
         if field is None:
             return [row]
         messages = row[field]
-        said = [number for number, message in enumerate(messages, 1) if _is_assistant(message)]
-        if _has_no_role(messages[-1]):
-            said.append(len(messages))
+        said = _turns_in(messages)
         if not said:
             raise MalformedRow(f"{field} has no message whose role is 'assistant'")
         ends = [number for number in said if is_trained(messages[number - 1], f"{field}: message {number}")]
@@ -109,10 +109,18 @@ class TurnRows:
         return [{**row, field: messages[:end]} for end in ends]
 
 
-def _is_assistant(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant"
+def _turns_in(messages: Sequence[Any]) -> list[int]:
+    """Returns the numbers of the messages of the assistant in a transcript, from 1."""
+    said = [
+        number
+        for number, message in enumerate(messages, 1)
+        if isinstance(message, dict) and message.get("role") == "assistant"
+    ]
+    return [*said, len(messages)] if _has_no_role(messages[-1]) else said
 
 
 def _has_no_role(last: Any) -> bool:
     """Whether the last message of a transcript is of the assistant without saying so, as elsewhere."""
-    return isinstance(last, dict) and last.get("role") is None and "content" in last
+    if not isinstance(last, dict) or last.get("role") is not None:
+        return False
+    return "content" in last or bool(keys_beside_content(last))

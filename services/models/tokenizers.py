@@ -35,11 +35,20 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def added_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
-    """Returns whether a tokenizer adds its BOS token at the start of texts, and its EOS token at their end."""
-    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    begin, end = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
-    return plain[:1] != begin == whole[:1], plain[-1:] != end == whole[-1:]
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer adds its BOS token at the start of texts."""
+    begin = [tokenizer.bos_token_id]
+    return _ids("a", tokenizer, add_special_tokens=False)[:1] != begin == _ids("a", tokenizer)[:1]
+
+
+def adds_eos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer adds its EOS token at the end of texts."""
+    end = [tokenizer.eos_token_id]
+    return _ids("a", tokenizer, add_special_tokens=False)[-1:] != end == _ids("a", tokenizer)[-1:]
+
+
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Any:
+    return tokenizer(text, **options)["input_ids"]
 
 
 def _no_files(directory: Path) -> str:

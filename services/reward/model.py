@@ -140,13 +140,12 @@ class PairRewardWorker(ModelWorker):
         prompts = [prompt for prompt in rows.texts("prompt") for _ in range(2)]
         pairs = zip(rows.texts("chosen"), rows.texts("rejected"), strict=True)
         responses = [response for pair in pairs for response in pair]
+        starts = self.prompt_ids(prompts, call)
         if self._reads_ids:
-            starts = self.prompt_ids(prompts, call)
             ends = [end for end in response_ends(rows) for _ in range(2)]
             ids = self.response_ids(responses, ends, call)
             cut_ids = [start + own[: most or None] for start, own in zip(starts, ids, strict=True)]
         else:
-            starts = self.tokenized(prompts, call)
             whole = self.tokenized([p + r for p, r in zip(prompts, responses, strict=True)], call)
             cut_ids = [
                 own[: len(start) + most if most else None] for start, own in zip(starts, whole, strict=True)

@@ -10,7 +10,7 @@ from rlhf.errors import ConfigError
 from rlhf.v1 import worker_pb2
 from services.compute.device_memory import peak_memory_measured
 from services.engines.implementation import implementation_of
-from services.models.tokenizers import added_ends, load_tokenizer, vocabulary_hash
+from services.models.tokenizers import adds_eos, load_tokenizer, vocabulary_hash
 from services.roles.engine_errors import as_contract_errors
 from services.roles.profiler import CallProfiler
 from services.roles.tokenization import tokenize_texts
@@ -54,7 +54,7 @@ class LanguageWorker(VerifiedWorker, TorchWorker):
         # Once: for a vocabulary of 128,000 it blocks the event loop for 0.1 s.
         self._vocabulary_hash = vocabulary_hash(self.tokenizer)
         self.eos_id: int | None = self.tokenizer.eos_token_id
-        self._adds_bos, self._adds_eos = added_ends(self.tokenizer)
+        self._adds_eos = adds_eos(self.tokenizer)
         self.weight_check = WeightCheck(self.progressed)
         self._profiler = CallProfiler()
 
@@ -88,12 +88,8 @@ class LanguageWorker(VerifiedWorker, TorchWorker):
 
     def prompt_ids(self, prompts: list[str], call: CallContext) -> list[list[int]]:
         """Returns the token ids of prompts, which a response continues: with the special tokens of the tokenizer, but
-        one BOS token where a prompt begins with that which the tokenizer adds, and without the EOS token that it adds
-        at the end. Errors as for `tokenize_texts`."""
+        without the EOS token that it adds at the end. Errors as for `tokenize_texts`."""
         ids = self.tokenized(prompts, call)
-        if self._adds_bos:
-            begin = [self.tokenizer.bos_token_id]
-            ids = [row[1:] if row[:2] == begin * 2 else row for row in ids]
         return [row[:-1] for row in ids] if self._adds_eos else ids
 
     def response_ids(self, responses: list[str], ends: list[str], call: CallContext) -> list[list[int]]:

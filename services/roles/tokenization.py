@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.errors import InvalidRequest
+from services.models.tokenizers import adds_bos
 from services.runtime.worker import CallContext
 
 MAX_CHARACTERS = 1 << 18
@@ -31,7 +32,7 @@ def tokenize_texts(
     progressed: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> list[list[int]]:
-    """Returns the token ids of each text.
+    """Returns the token ids of each text. One that begins with the BOS token which the tokenizer adds has it once.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -52,16 +53,23 @@ def tokenize_texts(
     if longest > most:
         raise InvalidRequest(f"a text has {longest} characters; at most {most} are tokenized")
     group = TEXTS_PER_GROUP if longest < LONG_CHARACTERS else 1
+    is_special = options.get("add_special_tokens", True)
     ids: list[list[int]] = []
     for first in range(0, len(texts), group):
         call.check()
-        ids += tokenizer(list(texts[first : first + group]), **options)["input_ids"]
+        found: Any = tokenizer(list(texts[first : first + group]), **options)["input_ids"]
+        ids += [row[1:] if is_special and _has_two_bos(tokenizer, row) else row for row in found]
         if vocab_size is not None:
             for row in ids[first:]:
                 if fault := unknown_token(tokenizer, row, vocab_size):
                     raise InvalidRequest(f"a text {fault}")
         progressed()
     return ids
+
+
+def _has_two_bos(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
+    """Whether token ids begin with the BOS token that the tokenizer adds, and with that of the text."""
+    return len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id and adds_bos(tokenizer)
 
 
 def unknown_token(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], vocab_size: int) -> str:

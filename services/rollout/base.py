@@ -18,7 +18,7 @@ from services.engines.base import EngineOffloaded, HeldTensor
 from services.engines.generation_shards import GenerationShards
 from services.rollout.stops import StopStrings
 from services.runtime.ranks import FailedAlone
-from settings.engines import LOWEST_TEMPERATURE
+from settings.engines import LOWEST_TEMPERATURE, REPETITION_PENALTIES
 from settings.generation import GeneratingTable
 
 FinishReason = Literal["stop", "length"]
@@ -65,8 +65,11 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be finite and above 0, got {self.repetition_penalty}")
+        lowest, highest = REPETITION_PENALTIES
+        if not lowest <= self.repetition_penalty <= highest:
+            raise ValueError(
+                f"repetition_penalty must be from {lowest:g} to {highest:g}, got {self.repetition_penalty}"
+            )
         if self.greedy:
             return
         if not LOWEST_TEMPERATURE <= self.temperature < math.inf:

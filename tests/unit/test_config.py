@@ -291,7 +291,10 @@ def test_shipped_configs_start_on_a_host_with_fewer_gpus_than_ranks_too(path: Pa
         ("rollout.min_p=1.5", r"rollout\.min_p: must be at most 1"),
         ("rollout.stop_token_ids=[3, -1]", r"rollout\.stop_token_ids\.1: must be at least 0"),
         ("rollout.repetition_penalty=1.1", r"rollout\.repetition_penalty: unknown key"),
-        ("rollout.evaluation.repetition_penalty=0", r"evaluation\.repetition_penalty: must be above 0"),
+        (
+            "rollout.evaluation.repetition_penalty=0",
+            r"evaluation\.repetition_penalty: must be at least 1e-06",
+        ),
         ("rollout.stop=['END', '']", r"rollout: stop: a text is empty in \['END', ''\]"),
         (
             "algorithm.surrogate='gpso'",

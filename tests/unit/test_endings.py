@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +32,11 @@ from controller.role_groups.dataflow import FutureBatch
 from controller.training.columns import texts_of
 from deploy.quickstart.build import BOS, EOS, UNK, make_tokenizer
 from rlhf.errors import ConfigError
-from services.models.tokenizers import added_ends
+from rlhf.v1 import common_pb2
+from services.models.tokenizers import adds_bos, adds_eos
 from services.roles.language_worker import LanguageWorker
+from services.roles.tokenization import tokenize_texts
+from services.runtime.worker import CallContext
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}END\n{% endfor %}<assistant>"
@@ -158,21 +163,20 @@ def test_prompts_have_one_token_that_begins_them_and_none_that_ends_them(single:
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=single, special_tokens=special
     )
-    adds_bos, adds_eos = added_ends(tokenizer)
-    assert (adds_bos, adds_eos) == (begins, EOS in single)
-    worker: Any = SimpleNamespace(
-        tokenized=lambda texts, call, **options: tokenizer(texts, **options)["input_ids"],
-        tokenizer=tokenizer,
-        _adds_bos=adds_bos,
-        _adds_eos=adds_eos,
-    )
-    ids = LanguageWorker.prompt_ids(worker, ["ab", f"{BOS}ab", f"a{EOS}"], worker)
+    assert (adds_bos(tokenizer), adds_eos(tokenizer)) == (begins, EOS in single)
+    call = CallContext(common_pb2.Call(call_id="c"), time.monotonic() + 60)
+    tokenized = partial(tokenize_texts, tokenizer, max_tokens=8)
+    worker: Any = SimpleNamespace(tokenized=tokenized, _adds_eos=adds_eos(tokenizer))
+    ids = LanguageWorker.prompt_ids(worker, ["ab", f"{BOS}ab", f"a{EOS}"], call)
     own, texts = [tokenizer.bos_token_id] * begins, list(map(ord, "ab"))
     assert ids == [
         [*own, *texts],
         [tokenizer.bos_token_id, *texts],
         [*own, ord("a"), tokenizer.eos_token_id],
     ]
+    # Also texts of data.pretrain, and what a reward model reads.
+    assert tokenized([f"{BOS}ab"], call) == [ids[1] + [tokenizer.eos_token_id] * (EOS in single)]
+    assert tokenized([f"{BOS}ab"], call, add_special_tokens=False) == [ids[1]]
 
 
 def test_a_stop_token_is_an_end_that_is_learned(tmp_path: Path) -> None:

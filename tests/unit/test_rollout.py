@@ -18,6 +18,7 @@ from services.rollout import sampling as rollout_sampling
 from services.rollout.base import Generation, GenerationStopped, SamplingOptions, check_generation
 from services.rollout.hf import HFRollout
 from services.rollout.sampling import choose, draw, log_distribution, row_seeds, uniforms
+from settings.engines import LOWEST_TEMPERATURE, REPETITION_PENALTIES
 
 # Many of them, so that responses end at different times.
 EOS = (2, 3, 4, 5, 6, 7, 8)
@@ -317,6 +318,19 @@ def test_a_repetition_penalty_needs_the_tokens_so_far():
     torch.testing.assert_close(log_probs, torch.tensor([1.5, 2.0, -2.0]).log_softmax(dim=0)[1:2])
 
 
+@pytest.mark.parametrize("penalty", REPETITION_PENALTIES)
+@pytest.mark.parametrize("drawing", [{"greedy": True}, {"temperature": LOWEST_TEMPERATURE}])
+def test_log_probs_are_finite_with_the_largest_and_smallest_repetition_penalty(
+    penalty: float, drawing: dict[str, Any]
+):
+    """Also where each token has been seen."""
+    options = SamplingOptions(max_new_tokens=1, repetition_penalty=penalty, **drawing)
+    for logits in ([1e4, 0.0, -1e4], [-1e4, -1.0, -1e-4]):
+        numbers = torch.tensor([0.5], dtype=torch.float64)
+        _, log_probs = choose(torch.tensor([logits]), options, numbers, torch.tensor([[0, 1, 2]]))
+        assert log_probs.isfinite().all()
+
+
 def sorted_whole(log_probs_BV: Tensor, top_p: float) -> Tensor:
     """The tokens that top-p keeps, by a sort of whole rows."""
     sorted_BV, order_BV = log_probs_BV.sort(dim=-1, descending=True, stable=True)
@@ -359,7 +373,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, expected: li
         {"top_k": -1},
         *({"top_p": value} for value in (0.0, 1.5, math.nan)),
         *({"min_p": value} for value in (-0.1, 1.5, math.nan)),
-        *({"repetition_penalty": value, "greedy": True} for value in (0.0, math.inf, math.nan)),
+        *({"repetition_penalty": value, "greedy": True} for value in (0.0, 5e-324, math.inf, math.nan)),
     ],
 )
 def test_sampling_options_out_of_range_are_refused(wrong: dict[str, Any]):

@@ -262,6 +262,14 @@ def test_messages_of_weight_0_are_not_trained(tmp_path: Path) -> None:
         loaded(tmp_path, rows_of_file, "response")
 
 
+def test_the_number_of_a_turn_in_messages_of_errors_counts_those_of_weight_0(tmp_path: Path) -> None:
+    talk = [user("a"), assistant("b", weight=0), user("c"), assistant("d", function_call={"name": "f"})]
+    with pytest.raises(
+        ConfigError, match=r"rows\.jsonl:1, turn 2 of the assistant: the last message has functi"
+    ):
+        loaded(tmp_path, [{"messages": talk}], "response", turns="all")
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_pairs_are_rendered_with_tools_and_calls(kind: str, tmp_path: Path) -> None:
     prompt = TALK[:6]
@@ -349,6 +357,17 @@ def test_calls_and_tools_that_are_null_are_none(kind: str, tmp_path: Path) -> No
     _, (first, *_) = loaded(tmp_path, rows, "response", template=refusing + TEMPLATE, **more)
     assert first.text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert first.texts == {"response": "b", "response_end": "<|im_end|>"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_parts_of_a_content_have_the_keys_that_the_file_gives_them(kind: str, tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "image": "i.png"}]
+    template = (
+        "{% for part in messages[0].content %}{{ '[image]' if 'image' in part else part.text }}{% endfor %}"
+    )
+    rows = [{"prompt": [{"role": "user", "content": parts}]}]
+    _, (row,) = loaded(tmp_path, rows, kind=kind, template=template)
+    assert row.text == "a[image]"
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -440,8 +459,11 @@ def test_a_dataset_may_mix_transcripts_with_prompts_and_responses(turns: str, tm
 @pytest.mark.parametrize("turns", ["last", "all"])
 def test_a_last_message_without_role_is_of_the_assistant(turns: str, tmp_path: Path) -> None:
     talk = [user("a"), assistant("b"), user("c"), {"content": "d"}]
-    _, rows = loaded(tmp_path, [{"messages": talk}], "response", turns=turns)
-    assert [row.texts["response"] for row in rows] == (["d"] if turns == "last" else ["b", "d"])
+    calls = [*talk[:3], {"tool_calls": [call("f")]}]
+    _, rows = loaded(tmp_path, [{"messages": talk}, {"messages": calls}], "response", turns=turns)
+    called = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    said = [row.texts["response"] for row in rows]
+    assert said == (["d", called] if turns == "last" else ["b", "d", "b", called])
 
 
 @pytest.mark.parametrize(
@@ -466,3 +488,10 @@ def test_rows_that_sft_and_dpo_learn_have_prompts_to_generate_from(
     assert data[0].text == expected
     assert json.loads(data[0].metadata)["id"] == 3
     assert "messages" not in json.loads(data[0].metadata)
+
+
+def test_a_message_of_the_assistant_alone_is_no_prompt(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rows\.jsonl:1: no field prompt, and messages has no message before "
+    ):
+        loaded(tmp_path, [{"messages": [assistant("b")]}])
