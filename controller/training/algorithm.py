@@ -300,7 +300,7 @@ def _check_callable(algorithm: Algorithm, given: tuple[str, ...]) -> None:
         kind = "async" if inspect.iscoroutinefunction(function) else "a generator"
         raise ConfigError(f"algorithm {name} is {kind}, and has to be a plain function")
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # of an extension module
         return
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import wraps
 from pathlib import Path
 from typing import cast
 
@@ -326,6 +327,13 @@ def test_a_plain_function_is_an_algorithm_with_all_services() -> None:
     run = Stub()
     found(run)  # type: ignore[arg-type]
     assert ran == [run]
+
+
+def test_a_wrapped_function_is_called_as_the_wrapper_is() -> None:
+    @wraps(Algorithm.configure)
+    def wrapper(run: Run) -> None: ...
+
+    assert Algorithm(wrapper).configure(quickstart())
 
 
 async def asynchronous(run: Run) -> None: ...
