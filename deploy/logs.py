@@ -13,7 +13,7 @@ from deploy.processes import POLL_S
 from rlhf.signals import name_of
 
 FATAL = "fatal: "
-"""Prefix of the line in which a service reports an error that its user can mend."""
+"""Prefix of the line in which a service reports why it ends."""
 READY = "ready: "
 """Prefix of the line in which a service reports that it serves, which is no cause of its end."""
 
@@ -23,8 +23,9 @@ _LINE_LIMIT = 400
 
 def explain_exit(ended: Mapping[int, int], ranks: int, log: Path, since: int = 0) -> str:
     """Returns one line on why a service ended. Where no signal killed a rank and the end of the log has a line that
-    begins with `FATAL`, this is the first such line, without the prefix. Else it says how one rank ended: a killed
-    one, or else one with an exit code other than 0, or else any.
+    begins with `FATAL`, this is the first such line, without the prefix, and with the path of the log where a rank
+    ended with code 1, after a traceback. Else it says how one rank ended: a killed one, or else one with an exit code
+    other than 0, or else any.
 
     Args:
         ended: Exit codes, as of `subprocess`, by rank, of the ranks that have ended, at least one.
@@ -37,7 +38,8 @@ def explain_exit(ended: Mapping[int, int], ranks: int, log: Path, since: int = 0
     killed = [rank for rank, code in ended.items() if code < 0]
     fatal = [line for line in lines if line.startswith(FATAL)]
     if fatal and not killed:
-        return fatal[0].removeprefix(FATAL).removeprefix(f"{log.stem}: ")
+        cause = fatal[0].removeprefix(FATAL).removeprefix(f"{log.stem}: ")
+        return cause + (_evidence([], log) if 1 in ended.values() else "")
     failed = [rank for rank, code in ended.items() if code]
     rank = next(iter([*killed, *failed, *ended]))
     return (

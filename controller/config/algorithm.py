@@ -65,7 +65,7 @@ class AlgorithmTable(ValueClipOptions, ValueLossTable, PpoOptions, PolicyLossTab
     reward_retries: Positive = 2
     """Maximum number of times that a row is sent again with on_failed_reward retry."""
     reward_normalization: Literal["none", "batch", "running"] = "none"
-    """Normalization of the rewards of responses to mean 0 and standard deviation 1 before advantages are computed of
+    """Normalization of the rewards of responses to mean 0 and standard deviation 1 before advantages are computed from
     them. batch: those of the rewards of the step; running: those of all rewards of the run so far."""
     reward_clip: tuple[float, float] | None = None
     """Lowest and highest reward of a response, to which others are clipped after normalization; for a reward with a
@@ -80,7 +80,7 @@ class AlgorithmTable(ValueClipOptions, ValueLossTable, PpoOptions, PolicyLossTab
 
     @property
     def shapes_rewards(self) -> bool:
-        """Whether advantages are computed of other rewards than those that the services give."""
+        """Whether advantages are computed from other rewards than those that the services give."""
         return self.reward_normalization != "none" or self.reward_clip is not None
 
     @property

@@ -17,7 +17,7 @@ from controller.config.config import Config
 from controller.role_groups.roles import group_type
 from controller.training.run import Run
 from rlhf.contract import group_methods
-from rlhf.errors import ConfigError, InvalidRequest, RlhfError, one_line
+from rlhf.errors import ConfigError, InvalidRequest, RlhfError, one_line, printable
 from rlhf.plugins import PluginError
 from rlhf.roles import find_role
 from settings.losses import LOSSES, PolicyLossTable, PpoOptions, ValueClipOptions, ValueLossTable
@@ -127,7 +127,8 @@ class Algorithm:
             if not place:
                 raise
             own = error.__traceback__ and error.__traceback__.tb_next  # without this frame
-            logging.error("%s", "".join(traceback.format_exception(type(error), error, own)).rstrip())
+            text = "".join(traceback.format_exception(type(error), error, own)).rstrip()
+            logging.error("%s", printable(text))
             cause = one_line(f"{type(error).__name__}: {error}")
             raise RlhfError(f"algorithm {self.name} failed: {cause} ({place})") from error
 
@@ -300,7 +301,7 @@ def _check_callable(algorithm: Algorithm, given: tuple[str, ...]) -> None:
         kind = "async" if inspect.iscoroutinefunction(function) else "a generator"
         raise ConfigError(f"algorithm {name} is {kind}, and has to be a plain function")
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # of an extension module
         return
     try:

@@ -115,8 +115,9 @@ def _try(loss: TokenLoss, taken: Collection[str]) -> None:
     a statistic whose name is in `taken`. Errors of the loss itself are passed on."""
     shape = (2, 3)
     new_BT, old_BT = torch.full(shape, -1.0, requires_grad=True), torch.full(shape, -1.0)
-    made: Any = loss(new_BT, old_BT, torch.zeros(shape), torch.ones(shape, dtype=torch.bool))
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
+    advantages_BT = torch.linspace(-1.0, 1.0, 6).reshape(shape)
+    made: Any = loss(new_BT, old_BT, advantages_BT, torch.ones(shape, dtype=torch.bool))
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)):
         raise ValueError(f"it returned {type(made).__name__}, not the loss and a dictionary of statistics")
     loss_BT, stats = made
     if not isinstance(loss_BT, Tensor) or loss_BT.shape != shape:

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -368,14 +368,18 @@ def check_generation(made: Generation, num_prompts: int, max_new_tokens: int) ->
 
     Raises:
         FloatingPointError: a log-probability is not finite.
-        RuntimeError: there is not one response, of 1 to `max_new_tokens` tokens, per prompt, or not one log-probability
-            per token.
+        RuntimeError: there is not one response, of 1 to `max_new_tokens` tokens, and one `FinishReason` per prompt, or
+            not one log-probability per token.
     """
     lengths, reasons = made.responses.lengths, made.finish_reasons
     if not len(lengths) == len(reasons) == num_prompts:
         raise RuntimeError(
             f"the rollout engine returned {len(lengths)} responses and {len(reasons)} finish reasons for {num_prompts} "
             "prompts"
+        )
+    if unknown := set(reasons) - set(get_args(FinishReason)):
+        raise RuntimeError(
+            f"the rollout engine returned finish reasons other than stop and length: {unknown}"
         )
     if lengths.min() < 1 or lengths.max() > max_new_tokens:
         row = int(np.flatnonzero((lengths < 1) | (lengths > max_new_tokens))[0])

@@ -102,7 +102,7 @@ def command(spec: RoleSpec) -> click.Command:
             # Without this line, what libraries print at exit is the last one of the log.
             logging.exception("the service does not start, or its server has failed")
             cause = one_line(f"{type(error).__name__}: {error}")
-            print(f"fatal: {name}: {cause}; the traceback is in its log", file=sys.stderr, flush=True)
+            print(f"fatal: {name}: {cause}", file=sys.stderr, flush=True)
             os._exit(1)
 
     return main

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import wraps
 from pathlib import Path
 from typing import cast
 
@@ -328,6 +329,13 @@ def test_a_plain_function_is_an_algorithm_with_all_services() -> None:
     assert ran == [run]
 
 
+def test_a_wrapped_function_is_called_as_the_wrapper_is() -> None:
+    @wraps(Algorithm.configure)
+    def wrapper(run: Run) -> None: ...
+
+    assert Algorithm(wrapper).configure(quickstart())
+
+
 async def asynchronous(run: Run) -> None: ...
 
 
@@ -472,14 +480,15 @@ def test_an_exception_of_a_users_algorithm_is_one_line_and_its_traceback_is_logg
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def divides(run: Run) -> None:
-        raise KeyError("scores")
+        raise ValueError("of \x1b[31m")
 
     with pytest.raises(
-        RlhfError, match=r"^algorithm divides failed: KeyError: 'scores' \(test_algorithm.py:\d+\)$"
+        RlhfError, match=r"^algorithm divides failed: ValueError: of \\x1b\[31m \(test_algorithm.py:\d+\)$"
     ):
         Algorithm(divides)(cast(Run, None))
     (record,) = caplog.records
     assert "in divides" in record.message
+    assert record.message.endswith(r"ValueError: of \x1b[31m")
     assert "in __call__" not in record.message
 
 

@@ -116,5 +116,6 @@ def test_a_line_of_a_traceback_is_not_the_cause_that_a_service_reports(tmp_path:
         "12:00 reward/0 a call failed:\n  Error: no\u2028fatal: forged\n  fatal: forged\nfatal: reward: real\n"
     )
     assert explain_exit({0: 2}, 1, log) == "real"
+    assert explain_exit({0: 1}, 1, log) == f"real (log: {log})"
     log.write_text("12:00 reward/0 a call failed:\n  Error: boom\n")
     assert explain_exit({0: 2}, 1, log) == f"exited with code 2: Error: boom (log: {log})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -254,6 +255,10 @@ BROKEN = {
         lambda new, *_: (new, [1.0]),
         "it returned tuple, not the loss and a dictionary of statistics",
     ),
+    "frozen": (
+        lambda new, *_: (new, MappingProxyType({})),
+        "it returned tuple, not the loss and a dictionary of statistics",
+    ),
     "float_statistic": (lambda new, *_: (new, {"mine": 1.0}), "statistic 'mine' is no sum"),
     "named": (
         lambda new, *_: (new, {"loss": new.detach().sum()}),
@@ -269,6 +274,15 @@ locals().update({name: function for name, (function, _) in BROKEN.items()})
 def test_a_loss_that_fails_is_refused_before_an_update_begins(name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^loss.surrogate mine: .*{BROKEN[name][1]}"):
         token_loss("surrogate", "mine", LossSpec(f"{__name__}:{name}"), {})
+
+
+def of_good_tokens(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, options: Strict) -> Any:
+    """Returns a loss without gradient where no advantage is positive."""
+    return (-new if (advantages > 0).any() else torch.zeros_like(new)), {}
+
+
+def test_a_loss_is_tried_on_advantages_of_both_signs() -> None:
+    assert token_loss("surrogate", "mine", LossSpec(f"{__name__}:of_good_tokens"), {})
 
 
 def test_a_loss_that_cannot_be_imported_is_refused_with_the_cause() -> None:

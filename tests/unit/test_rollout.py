@@ -204,6 +204,10 @@ def test_a_model_that_is_not_finite_is_an_error_and_no_text(engine: HFRollout, m
     [
         ({"finish_reasons": ["stop"]}, "3 responses and 1 finish reasons for 3 prompts"),
         (
+            {"finish_reasons": ["stop", "abort", "length"]},
+            "finish reasons other than stop and length: {'abort'}",
+        ),
+        (
             {"responses": Jagged(torch.ones(3), np.array([1, 0, 2]))},
             "0 tokens for row 1, which has to have 1 to 4",
         ),
