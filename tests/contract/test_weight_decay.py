@@ -167,7 +167,7 @@ def test_matrices_are_what_the_trainer_decays(model_type: str) -> None:
 
 def test_norms_with_a_weight_per_head_do_not_decay() -> None:
     """Those of queries and keys of Command R+ have two dimensions."""
-    config = CONFIG_MAPPING["cohere"](**CONFIGS["cohere"], use_qk_norm=True)
+    config = CONFIG_MAPPING["cohere"](**{**CONFIGS["cohere"], "use_qk_norm": True})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     options = OptimizerOptions(weight_decay_on="matrices")

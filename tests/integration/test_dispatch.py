@@ -132,15 +132,19 @@ def test_a_message_that_is_no_call_is_refused_and_the_stream_goes_on(
     async def main() -> None:
         async with clients(actor) as made:
             stream = made[0]._callable(DISPATCH)()
+
+            async def read() -> worker_pb2.DispatchResponse:
+                return worker_pb2.DispatchResponse.FromString(await stream.read())
+
             await stream.write(worker_pb2.DispatchRequest(number=7, **fields))
-            answer = await stream.read()
+            answer = await read()
             assert (answer.number, answer.WhichOneof("result")) == (7, "status")
             with pytest.raises(InvalidRequest, match=said):
                 raise from_status(status_pb2.Status.FromString(answer.status), "actor rank 0")
             (request, *_) = actor.requests("synchronize")
             path, body = SYNCHRONIZE.path, request.SerializeToString()
             await stream.write(worker_pb2.DispatchRequest(number=8, method=path, request=body, timeout_s=5))
-            assert (await stream.read()).WhichOneof("result") == "response"
+            assert (await read()).WhichOneof("result") == "response"
             stream.cancel()
 
     asyncio.run(main())

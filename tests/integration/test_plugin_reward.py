@@ -61,7 +61,7 @@ def spied(name: str, seen: list[list[Row]]) -> Algorithm:
     algorithm = algorithms.find_algorithm(name)
 
     @functools.wraps(algorithm.function)
-    def spying(run: Run) -> None:
+    def spying(run: Run, *options: Any) -> None:
         made = run.reward
 
         def reward(name: str = "reward") -> Any:
@@ -78,7 +78,7 @@ def spied(name: str, seen: list[list[Row]]) -> Algorithm:
             return found
 
         run.reward = reward
-        algorithm.function(run)
+        algorithm.function(run, *options)
 
     return dataclasses.replace(algorithm, function=spying)
 
