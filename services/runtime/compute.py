@@ -158,13 +158,17 @@ class ComputeThread:
                 raise
             failure = error
         met_peers = failure is not None and ranks.rounds > first
+        until = time.monotonic() + ALONE_S if met_peers else call.context.peers_deadline
         try:
-            ranks.agree(failure, time.monotonic() + ALONE_S if met_peers else call.context.peers_deadline)
-        except OutOfStep:
+            ranks.agree(failure, until)
+        except OutOfStep as lost:
             if failure is None:
                 raise
-            why = f"{type(failure).__name__}: {failure}"
-            raise OutOfStep(f"rank {ranks.rank} failed alone in {call.method.name}: {why}") from failure
+            why = f"{call.method.name}: {type(failure).__name__}: {failure}"
+            if until - time.monotonic() > 0.1:
+                # A peer has died, and the failure may be that of a collective with it.
+                raise OutOfStep(f"{lost}; rank {ranks.rank} failed in {why}") from failure
+            raise OutOfStep(f"rank {ranks.rank} failed alone in {why}") from failure
         assert result is not None, "a failure was raised"
         return result
 

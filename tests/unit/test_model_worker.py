@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -26,6 +27,7 @@ from services.engines.sharded import ShardedEngine
 from services.roles.background import BackgroundWriter
 from services.roles.device import rank_device
 from services.roles.torch_worker import TorchWorker
+from services.runtime import compute
 from services.runtime.compute import ComputeThread
 from services.runtime.ranks import Ranks
 from services.runtime.worker import NO_ROWS, CallContext, CallResult, CallRows
@@ -313,3 +315,32 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     return chosen
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "said"),
+    [
+        (0.0, "rank 1 failed alone in UpdateActor: RuntimeError: closed"),
+        (60.0, "a peer .*; rank 1 failed in Upd"),
+    ],
+)
+def test_a_rank_whose_peer_has_died_does_not_say_that_it_failed_alone(
+    alone_s: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collective with a peer that has failed alone breaks when that one leaves."""
+    monkeypatch.setattr(compute, "ALONE_S", alone_s)
+    ranks = SimpleNamespace(rank=1, size=2, rounds=1)
+
+    def run() -> Any:
+        ranks.rounds += 1
+        raise RuntimeError("closed")
+
+    def agree(failure: Exception | None, until: float) -> None:
+        raise OutOfStep("a peer of rank 1 did not join a collective")
+
+    ranks.agree = agree
+    call = SimpleNamespace(method=SimpleNamespace(name="UpdateActor"))
+    worker = SimpleNamespace(ranks=ranks, prepare_thread=None)
+    thread = ComputeThread(cast(Any, worker), cast(Any, None), cast(Any, None), lambda call: None)
+    with pytest.raises(OutOfStep, match=said):
+        thread._run_together(cast(Any, call), run)
