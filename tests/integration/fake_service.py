@@ -57,7 +57,9 @@ def main() -> None:
     """Behaves as the command line says."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
-    parser.add_argument("--fatal", help="Say this fatal line and exit.")
+    parser.add_argument(
+        "--fatal", help="Say this fatal line and exit with 2, as a service that refuses its configuration."
+    )
     parser.add_argument("--crash", help="Say this line and exit with 3.")
     parser.add_argument("--once", type=Path, help="Exit with 3 if this file exists; else make it.")
     parser.add_argument("--ignore-sigterm", action="store_true", help="Have to be killed, and a child too.")
@@ -67,7 +69,7 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.fatal:
         print(f"fatal: {flags.fatal}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2)
     if flags.crash:
         print(flags.crash, file=sys.stderr)
         sys.exit(3)
