@@ -85,7 +85,8 @@ def free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def config_of(directory: Path) -> Config:
+def config_of(directory: Path, algorithm: str = "dr_grpo") -> Config:
+    """Returns the configuration of a run with an algorithm of the package, or with one of a test, if it is empty."""
     for name in ("train", "heldout"):
         rows = [json.dumps({"prompt": f"{i}+1=", "ground_truth": "x" * 3}) + "\n" for i in range(16)]
         (directory / f"{name}.jsonl").write_text("".join(rows))
@@ -103,7 +104,8 @@ def config_of(directory: Path) -> Config:
         },
         "run": {"steps": STEPS, "directory": directory / "runs", "samples": 3},
     }
-    return algorithms.find_algorithm("dr_grpo").configure(Config.model_validate(tables))
+    config = Config.model_validate(tables)
+    return algorithms.find_algorithm(algorithm).configure(config) if algorithm else config
 
 
 async def on_services(config: Config, work: Callable[[], T], actor: type[Worker] = ToyActor) -> T:
@@ -222,7 +224,7 @@ def test_a_run_that_stays_open_is_called_by_hand_and_frees_its_rows_at_the_end(
 
 
 def test_a_run_ends_after_the_step_that_stops_it(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
+    config = config_of(tmp_path, "")
 
     def one_step(given: Run) -> None:
         for step in given.steps():
@@ -239,7 +241,7 @@ def test_a_run_ends_after_the_step_that_stops_it(tmp_path: Path) -> None:
 
 
 def test_the_summary_has_metrics_that_one_evaluation_has_alone(tmp_path: Path) -> None:
-    config, found = config_of(tmp_path), [{"x": 1.0, "rows_dropped": 2.0}, {"x": 3.0}]
+    config, found = config_of(tmp_path, ""), [{"x": 1.0, "rows_dropped": 2.0}, {"x": 3.0}]
 
     def algorithm(given: Run) -> None:
         evaluation = Evaluation(lambda rows: ({"x": np.zeros(rows.rows)}, ()), lambda values: found.pop(0))
@@ -253,7 +255,7 @@ def test_the_summary_has_metrics_that_one_evaluation_has_alone(tmp_path: Path) -
 
 def test_an_evaluation_within_the_loop_comes_after_the_update(tmp_path: Path) -> None:
     """It frees the rows of the step, which an update could not read any more."""
-    config = config_of(tmp_path)
+    config = config_of(tmp_path, "")
 
     def early(given: Run) -> None:
         for step in given.steps():
